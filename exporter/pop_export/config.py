@@ -1,0 +1,46 @@
+"""What a user can ask of an export, in one frozen dataclass; `cli.py` fills it, `pipeline.py` reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pop_runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Settings of one export. The defaults are those of `pop-export`."""
+
+    model: str  # Hugging Face id, folder, .gguf file or a name from models/
+    out: Path
+    force: bool = False  # replace an existing bundle
+    offline: bool = False  # never touch the network
+    trust_remote_code: bool = False  # run Python that lies in the model's folder
+    allow_pickle: bool = False  # read weights from pickle files
+
+    calibration: Path | None = None  # reuse this calibration.json
+    calibration_data: tuple[str, ...] = ()  # .txt, .jsonl or data set ids; empty: the built-in corpus
+    calibration_samples: int = 48
+    calibration_length: int = 256  # tokens per sample; the boundary between prompt and response lies at half of it
+    calibration_batch: int = 4  # samples per forward pass; changes speed and memory, never the scores
+    fisher: Literal["sampled", "empirical"] = "sampled"
+    seed: int = 0
+
+    prune_ratio: float = 1 / 3  # share of layers that the prefill graph leaves out
+    prune_layers: str | None = None  # "20-29", "5,12-14" or "none": overrides prune_ratio
+
+    threads: int | None = None  # None: one per visible core
+
+    def __post_init__(self) -> None:
+        """Refuse values that no model could make sense of."""
+        for name in ("calibration_samples", "calibration_length", "calibration_batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, found {getattr(self, name)}")
+        if self.calibration_length < 4:
+            raise UsageError(f"--calibration-length: expected at least 4 tokens, found {self.calibration_length}")
+        if not 0 <= self.prune_ratio < 1:
+            raise UsageError(f"--prune-ratio: expected 0 <= ratio < 1, found {self.prune_ratio}")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads: expected at least 1, found {self.threads}")

@@ -1,0 +1,98 @@
+"""Find the decoder layers of a Hugging Face model, whatever its family calls them, and hook their hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pop_runtime.errors import ModelError
+
+# (layer, hidden state that entered it, hidden state that left it) -> hidden state to pass on; each [B, S, E]
+ReplaceOutput = Callable[[int, Tensor, Tensor], Tensor]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the model's decoder layers, first to last.
+
+    Raises:
+        ModelError: no list of `num_hidden_layers` modules, or more than one, is found.
+    """
+    config = model.config.get_text_config(decoder=True)
+    num_layers = config.num_hidden_layers
+    found = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and name.rsplit(".", 1)[-1] in ("layers", "h", "blocks", "block")
+    ]
+    if len(found) != 1:
+        raise ModelError(
+            f"{type(model).__name__}: expected one list of {num_layers} decoder layers, found {len(found)}; "
+            "this family is not supported"
+        )
+    return found[0]
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden state [B, S, E] that a decoder layer was called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+@contextmanager
+def replaced_outputs(model: nn.Module, replace: ReplaceOutput) -> Iterator[None]:
+    """Let `replace` decide what each decoder layer passes on while the context is open.
+
+    The layer itself still runs, so its K and V reach the cache as they always do.
+    """
+
+    def hook(layer: int) -> Callable[..., Any]:
+        def run(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (replace(layer, layer_input(args, kwargs), output[0]), *output[1:])
+            return replace(layer, layer_input(args, kwargs), output)
+
+        return run
+
+    handles = [
+        module.register_forward_hook(hook(index), with_kwargs=True)
+        for index, module in enumerate(decoder_layers(model))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def num_layers_of(model: nn.Module) -> int:
+    """Return how many decoder layers the model has."""
+    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def max_positions_of(model: nn.Module, default: int = 1 << 20) -> int:
+    """Return the longest sequence the model's config allows, prompt and new tokens together."""
+    config = model.config.get_text_config(decoder=True)
+    value = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return int(value) if value else default
+
+
+@torch.no_grad()
+def redraw(model: nn.Module, seed: int) -> None:
+    """Re-draw every parameter so that no bias is 0 and no norm neutral: for tests, where defaults hide faults.
+
+    Matrices get a standard deviation of 0.3, biases 0.5, norm weights their default +- 0.2. Tied parameters stay tied.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * 0.3)
+        elif name.endswith("bias"):
+            parameter.copy_(noise * 0.5)
+        else:
+            parameter.add_(noise * 0.2)
