@@ -79,20 +79,3 @@ def max_positions_of(model: nn.Module, default: int = 1 << 20) -> int:
     config = model.config.get_text_config(decoder=True)
     value = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return int(value) if value else default
-
-
-@torch.no_grad()
-def redraw(model: nn.Module, seed: int) -> None:
-    """Re-draw every parameter so that no bias is 0 and no norm neutral: for tests, where defaults hide faults.
-
-    Matrices get a standard deviation of 0.3, biases 0.5, norm weights their default +- 0.2. Tied parameters stay tied.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-        if parameter.ndim > 1:
-            parameter.copy_(noise * 0.3)
-        elif name.endswith("bias"):
-            parameter.copy_(noise * 0.5)
-        else:
-            parameter.add_(noise * 0.2)
