@@ -1,0 +1,70 @@
+"""Cut the prefill graph out of the decode graph: the planned layers keep nothing but their K and V projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+
+from pop_export.graph.passes.resolve_markers import marked_value
+from pop_runtime.errors import ModelError
+
+
+def cut_prefill_graph(decode: ir.Model, skipped_layers: Iterable[int]) -> ir.Model:
+    """Return a copy of the decode graph in which `skipped_layers` only write K and V, and which has no head.
+
+    A skipped layer passes its input on unchanged. A kept layer whose output nothing reads any more (the last layers,
+    since prefill needs no logits) is reduced in the same way: that changes no value. Weights are shared with `decode`.
+
+    Raises:
+        ModelError: a layer's attention or hidden states are not found in the graph.
+    """
+    model = decode.clone()
+    graph = model.graph
+    _drop_outputs(graph, keep=lambda name: name.startswith("present."))
+    skipped = sorted(set(skipped_layers))
+    for layer in skipped:
+        output, entered = marked_value(model, f"layers.{layer}.output"), marked_value(model, f"layers.{layer}.input")
+        ir.convenience.replace_all_uses_with(output, entered)
+        _write_kv_without_attention(model, layer)
+    common_passes.RemoveUnusedNodesPass()(model)
+    num_layers = sum(value.name is not None and value.name.endswith(".key") for value in graph.outputs)
+    for layer in range(num_layers):
+        if layer not in skipped and _attention_of(model, layer).outputs[0].uses() == ():
+            _write_kv_without_attention(model, layer)
+    common_passes.RemoveUnusedNodesPass()(model)
+    common_passes.TopologicalSortPass()(model)
+    return model
+
+
+def _drop_outputs(graph: ir.Graph, keep: object) -> None:
+    kept = [value for value in graph.outputs if keep(value.name)]  # type: ignore[operator]
+    graph.outputs.clear()
+    graph.outputs.extend(kept)
+
+
+def _attention_of(model: ir.Model, layer: int) -> ir.Node:
+    for value in model.graph.outputs:
+        if value.name == f"present.{layer}.key":
+            node = value.producer()
+            if node is not None and node.op_type == "GroupQueryAttention":
+                return node
+    raise ModelError(f"decode graph, layer {layer}: expected one attention node writing present.{layer}.key, found none")
+
+
+def _write_kv_without_attention(model: ir.Model, layer: int) -> None:
+    """Let `TensorScatter` write the layer's new K and V into the buffers, in place of its attention node."""
+    graph = model.graph
+    attention = _attention_of(model, layer)
+    write_indices = marked_value(model, "past_lengths")  # [B]
+    inputs = {value.name: value for value in graph.inputs}
+    for index, part in ((1, "key"), (2, "value")):
+        new = marked_value(model, f"layers.{layer}.{part}")  # [B, H_kv, S, D]
+        past, present = inputs[f"past_key_values.{layer}.{part}"], attention.outputs[index]
+        scatter = ir.node("TensorScatter", [past, new, write_indices], {"axis": 2, "mode": "linear"})
+        scatter.outputs[0].dtype, scatter.outputs[0].shape = present.dtype, present.shape
+        graph.insert_after(attention, scatter)
+        name, present.name = present.name, None
+        graph.outputs[list(graph.outputs).index(present)] = scatter.outputs[0]
+        scatter.outputs[0].name = name
