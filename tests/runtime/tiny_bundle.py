@@ -32,13 +32,13 @@ def tiny_weights(seed: int = 0, vocab_size: int = V) -> dict[str, np.ndarray]:
 
     weights = {"embed": draw(vocab_size, E, std=1.0), "positions": draw(MAX_POSITIONS, E, std=0.5)}
     for layer in range(L):
-        weights[f"{layer}.q"] = draw(E, H * D, std=0.3)
-        weights[f"{layer}.k"] = draw(E, H_KV * D, std=0.3)
+        weights[f"{layer}.q"] = draw(E, H * D, std=0.15)
+        weights[f"{layer}.k"] = draw(E, H_KV * D, std=0.15)
         weights[f"{layer}.v"] = draw(E, H_KV * D, std=0.3)
-        weights[f"{layer}.o"] = draw(H * D, E, std=0.3)
+        weights[f"{layer}.o"] = draw(H * D, E, std=0.2)
         weights[f"{layer}.up"] = draw(E, 2 * E, std=0.3)
-        weights[f"{layer}.down"] = draw(2 * E, E, std=0.3)
-    weights["head"] = draw(E, vocab_size, std=0.5)
+        weights[f"{layer}.down"] = draw(2 * E, E, std=0.2)
+    weights["head"] = draw(E, vocab_size, std=0.05)
     return weights
 
 
