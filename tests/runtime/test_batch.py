@@ -2,11 +2,11 @@ import itertools
 from pathlib import Path
 
 import numpy as np
-import pytest
-
 import pop_runtime
+import pytest
 from pop_runtime import batch
 from pop_runtime.errors import UsageError
+
 from tests.runtime.tiny_bundle import MAX_POSITIONS, make_bundle
 
 PROMPTS = [[int(token) for token in np.random.default_rng(n).integers(3, 250, n)] for n in (3, 11, 40)]
@@ -73,7 +73,9 @@ def test_no_buffer_holds_a_number_that_is_not_finite(
 
 def test_texts_of_a_batch_are_decoded(chat_model: pop_runtime.Model) -> None:
     answers = chat_model.generate_batch(["hi", "you"], max_new_tokens=4)
-    assert [answer.text for answer in answers] == [chat_model.generate(p, max_new_tokens=4) and _text(chat_model, p) for p in ("hi", "you")]
+    assert [answer.text for answer in answers] == [
+        chat_model.generate(p, max_new_tokens=4) and _text(chat_model, p) for p in ("hi", "you")
+    ]
 
 
 def _text(model: pop_runtime.Model, prompt: str) -> str:
@@ -92,4 +94,9 @@ def test_an_unknown_option_is_not_swallowed(model: pop_runtime.Model) -> None:
 
 
 def test_a_batch_leaves_the_folder_alone(bundle: Path) -> None:
-    assert sorted(path.name for path in bundle.iterdir()) == ["decode.onnx", "manifest.json", "prefill.onnx", "weights.bin"]
+    assert sorted(path.name for path in bundle.iterdir()) == [
+        "decode.onnx",
+        "manifest.json",
+        "prefill.onnx",
+        "weights.bin",
+    ]

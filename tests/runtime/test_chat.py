@@ -2,18 +2,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pop_runtime
 import pytest
+from pop_runtime.chat import compile_template, render_chat, special_tokens
+from pop_runtime.errors import ModelError, UsageError
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-import pop_runtime
-from pop_runtime.chat import compile_template, render_chat, special_tokens
-from pop_runtime.errors import ModelError, UsageError
 from tests.runtime.conftest import CHAT_TEMPLATE, byte_tokenizer_json, chat_files
 from tests.runtime.tiny_bundle import make_bundle
 
 MESSAGES = [
-    {"role": "system", "content": "Be <brief> & \"kind\"."},
+    {"role": "system", "content": 'Be <brief> & "kind".'},
     {"role": "user", "content": "Hé\nllo"},
     {"role": "assistant", "content": "Hi"},
     {"role": "user", "content": "Who?"},
@@ -22,13 +22,15 @@ TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
 TEMPLATES = {
     "plain": CHAT_TEMPLATE,
     "bos": "{{ bos_token }}" + CHAT_TEMPLATE,
-    "blocks": "{%- for m in messages %}\n  {% if loop.last %}\n[{{ m['role'] | upper }}]\n  {% endif %}\n{{ m.content | trim }}\n{% endfor %}",
+    "blocks": "{%- for m in messages %}\n  {% if loop.last %}\n[{{ m['role'] | upper }}]\n  {% endif %}\n"
+    "{{ m.content | trim }}\n{% endfor %}",
     "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
-    "controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{{ m.content }}{% break %}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "optional": "{% if tools is not none %}T{% endif %}{% if documents %}D{% endif %}{% if thinking is defined %}X{% endif %}"
-    "{{ pad_token }}{{ strftime_now('%%') }}",
+    "optional": "{% if tools is not none %}T{% endif %}{% if documents %}D{% endif %}"
+    "{% if thinking is defined %}X{% endif %}{{ pad_token }}{{ strftime_now('%%') }}",
 }
 
 
@@ -94,7 +96,9 @@ def test_a_message_without_role_or_content_is_refused(message: Any) -> None:
         render_chat(compile_template("x", "x"), [MESSAGES[0], message], {})
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[9].role.x }}", "{{ 1 / 0 }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[9].role.x }}", "{{ 1 / 0 }}"]
+)
 def test_a_template_that_refuses_gives_one_line(template: str) -> None:
     with pytest.raises(UsageError, match="chat template: expected messages it accepts") as caught:
         render_chat(compile_template(template, "x"), MESSAGES, {})

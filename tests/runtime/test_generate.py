@@ -7,28 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-
 import pop_runtime
+import pytest
 from pop_runtime.errors import ModelError, UsageError
-from pop_runtime.kv_cache import FULL, PRUNED, allocate_cache
+from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Windows
 from pop_runtime.sequence import Sequence
+
 from tests.runtime.tiny_bundle import (
+    ATOL,
     END,
     MAX_POSITIONS,
+    PROMPT,
     Twin,
+    ids_of,
     make_bundle,
     tiny_weights,
     with_generation_config,
 )
-
-PROMPT = [int(token) for token in np.random.default_rng(7).integers(3, 250, 40)]
-ATOL = 2e-3  # logits of about 13, float32 against float64
-
-
-def _ids(generation: pop_runtime.Generation) -> list[int]:
-    return [token.id for token in generation]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 40])
@@ -37,7 +33,7 @@ def test_greedy_tokens_are_those_of_the_twin(model: pop_runtime.Model, length: i
     prompt = PROMPT[:length]
     pruned = None if prefill == "pop" else [False] * length
     wanted = Twin(tiny_weights()).greedy(prompt, 16, pruned)
-    assert _ids(model.generate(prompt, max_new_tokens=16, prefill=prefill, ignore_eos=True)) == wanted
+    assert ids_of(model.generate(prompt, max_new_tokens=16, prefill=prefill, ignore_eos=True)) == wanted
 
 
 def test_the_twin_can_see_what_pruning_changes() -> None:
@@ -64,17 +60,19 @@ def test_the_manifests_windows_hold_unless_an_argument_says_otherwise(tmp_path: 
     folder = make_bundle(tmp_path, windows=Windows(2, 5))
     model = pop_runtime.load(folder, threads=1)
     generation = model.generate(PROMPT, max_new_tokens=1)
-    _ids(generation)
+    ids_of(generation)
     assert generation.stats.num_pruned_tokens == 33
     generation = model.generate(PROMPT, max_new_tokens=1, sink_tokens=0, boundary_tokens=1)
-    _ids(generation)
+    ids_of(generation)
     assert generation.stats.num_pruned_tokens == 39
     assert generation.stats.settings["sink_tokens"] == 0
 
 
 def test_skipping_nothing_is_the_full_model(tmp_path: Path) -> None:
     model = pop_runtime.load(make_bundle(tmp_path, skipped=()), threads=1)
-    assert _ids(model.generate(PROMPT, max_new_tokens=8)) == _ids(model.generate(PROMPT, max_new_tokens=8, prefill="full"))
+    assert ids_of(model.generate(PROMPT, max_new_tokens=8)) == ids_of(
+        model.generate(PROMPT, max_new_tokens=8, prefill="full")
+    )
 
 
 def test_half_precision_runs_over_half_precision_buffers(tmp_path: Path) -> None:
@@ -105,97 +103,20 @@ def test_any_of_several_end_tokens_ends_the_text_and_is_not_part_of_it(tmp_path:
     stop = free.index(end)
     model = pop_runtime.load(make_bundle(tmp_path, eos_token_ids=tuple(end if x == 5 else x for x in ends)), threads=1)
     generation = model.generate(PROMPT[:6], max_new_tokens=10)
-    assert _ids(generation) == free[:stop] == generation.token_ids
+    assert ids_of(generation) == free[:stop] == generation.token_ids
     assert generation.stop_reason == "end"
 
 
 def test_without_an_end_token_the_reason_is_length(model: pop_runtime.Model) -> None:
     generation = model.generate(PROMPT[:6], max_new_tokens=10, ignore_eos=True)
     assert generation.stop_reason is None
-    assert len(_ids(generation)) == 10
+    assert len(ids_of(generation)) == 10
     assert generation.stop_reason == "length"
 
 
 def test_an_end_token_outside_the_vocabulary_does_no_harm(tmp_path: Path) -> None:
     model = pop_runtime.load(make_bundle(tmp_path, eos_token_ids=(100_000,)), threads=1)
-    assert len(_ids(model.generate(PROMPT[:6], max_new_tokens=4))) == 4
-
-
-# Turns
-
-
-def test_later_turns_append_and_generated_tokens_stay_full(model: pop_runtime.Model) -> None:
-    sequence, twin = model.sequence(MAX_POSITIONS), Twin(tiny_weights())
-    first = _ids(model.generate(PROMPT[:9], sequence=sequence, max_new_tokens=4, ignore_eos=True))
-    assert first == (wanted := twin.greedy(PROMPT[:9], 4))
-    second = _ids(model.generate(PROMPT[9:20], sequence=sequence, max_new_tokens=5, ignore_eos=True))
-    assert second == twin.greedy(PROMPT[9:20], 5)
-    assert sequence.token_ids == [*PROMPT[:9], *wanted, *PROMPT[9:20], *second]
-    assert sequence.num_cached == len(sequence) - 1  # the last token is fed by the next turn
-    assert sequence.depth.tolist() == [PRUNED] * 8 + [FULL] * 5 + [PRUNED] * 10 + [FULL] * 5
-
-
-def test_the_sink_of_a_later_turn_is_over(model: pop_runtime.Model) -> None:
-    sequence, windows = model.sequence(30), Windows(4, 2)
-    sequence.append(PROMPT[:3], windows=windows)
-    sequence.append(PROMPT[3:12], windows=windows)
-    sequence.append(PROMPT[12:20], windows=windows)
-    assert sequence.depth.tolist() == [FULL] * 4 + [PRUNED] * 6 + [FULL] * 2 + [PRUNED] * 6 + [FULL] * 2
-
-
-def test_turns_may_mix_pruned_and_full(model: pop_runtime.Model) -> None:
-    sequence, twin = model.sequence(30), Twin(tiny_weights())
-    sequence.append(PROMPT[:6], prefill="full")
-    logits = sequence.append(PROMPT[6:12])
-    wanted = [twin.feed(token, 6 <= index < 11) for index, token in enumerate(PROMPT[:12])][-1]
-    np.testing.assert_allclose(logits, wanted, atol=ATOL)
-
-
-def test_logits_are_the_callers_own(model: pop_runtime.Model) -> None:
-    sequence = model.sequence(30)
-    logits = sequence.append(PROMPT[:6])
-    before = logits.copy()
-    sequence.append(PROMPT[6:9])
-    np.testing.assert_array_equal(logits, before)
-
-
-def test_a_later_turn_takes_raw_text_but_no_template(chat_model: pop_runtime.Model) -> None:
-    sequence = chat_model.sequence(MAX_POSITIONS)
-    _ids(chat_model.generate("hi", sequence=sequence, max_new_tokens=2))
-    with pytest.raises(UsageError, match="expected raw text or token ids for a later turn"):
-        chat_model.generate("hi", sequence=sequence)
-    assert _ids(chat_model.generate("hi", sequence=sequence, raw=True, max_new_tokens=2, ignore_eos=True))
-
-
-def test_generation_goes_no_further_than_the_sequence(model: pop_runtime.Model) -> None:
-    sequence = model.sequence(12)
-    assert len(_ids(model.generate(PROMPT[:10], sequence=sequence, ignore_eos=True))) == 2
-    with pytest.raises(UsageError, match="expected fewer than 12 tokens, so that one more fits, found 13"):
-        model.generate(PROMPT[:1], sequence=sequence)
-
-
-def test_a_failed_turn_leaves_the_sequence_as_it_was(model: pop_runtime.Model) -> None:
-    sequence = model.sequence(12)
-    sequence.append(PROMPT[:6])
-    with pytest.raises(UsageError, match="expected at most 12 tokens, found 13"):
-        sequence.append(PROMPT[:7])
-    sequence.accept(PROMPT[6])
-    twin = Twin(tiny_weights())
-    wanted = [twin.feed(token, index < 5) for index, token in enumerate(PROMPT[:7])][-1]
-    np.testing.assert_allclose(sequence.step(), wanted, atol=ATOL)
-
-
-def test_a_full_sequence_accepts_no_token(model: pop_runtime.Model) -> None:
-    sequence = model.sequence(6)
-    sequence.append(PROMPT[:6])
-    with pytest.raises(UsageError, match="expected at most 6 tokens, found 7"):
-        sequence.accept(1)
-
-
-@pytest.mark.parametrize("capacity", [0, -1, MAX_POSITIONS + 1])
-def test_a_sequence_beyond_the_models_positions_is_refused(model: pop_runtime.Model, capacity: int) -> None:
-    with pytest.raises(UsageError, match=f"capacity: expected 1..{MAX_POSITIONS} tokens, found {capacity}"):
-        model.sequence(capacity)
+    assert len(ids_of(model.generate(PROMPT[:6], max_new_tokens=4))) == 4
 
 
 # Limits
@@ -204,7 +125,7 @@ def test_a_sequence_beyond_the_models_positions_is_refused(model: pop_runtime.Mo
 def test_total_never_exceeds_the_positions(model: pop_runtime.Model) -> None:
     prompt = (PROMPT * 2)[: MAX_POSITIONS - 1]
     generation = model.generate(prompt, max_new_tokens=8, ignore_eos=True)
-    assert len(_ids(generation)) == 1
+    assert len(ids_of(generation)) == 1
     assert generation.stop_reason == "length"
 
 
@@ -212,7 +133,7 @@ def test_total_never_exceeds_the_positions(model: pop_runtime.Model) -> None:
 def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(model: pop_runtime.Model, length: int) -> None:
     with pytest.raises(UsageError, match=f"expected fewer than {MAX_POSITIONS} tokens.*, found {length}"):
         model.generate((PROMPT * 5)[:length])
-    assert len(_ids(model.generate(PROMPT[:3], max_new_tokens=2, ignore_eos=True))) == 2
+    assert len(ids_of(model.generate(PROMPT[:3], max_new_tokens=2, ignore_eos=True))) == 2
 
 
 def test_buffers_are_sized_by_the_request_not_by_the_model(tmp_path: Path) -> None:
@@ -287,7 +208,7 @@ def test_the_generation_config_rules_and_a_seed_repeats_the_text(tmp_path: Path)
     model = pop_runtime.load(make_bundle(tmp_path, text_files=files), threads=1)
 
     def text(**options: Any) -> tuple[int, ...]:
-        return tuple(_ids(model.generate(PROMPT[:5], max_new_tokens=8, **options)))
+        return tuple(ids_of(model.generate(PROMPT[:5], max_new_tokens=8, **options)))
 
     assert text(seed=1) == text(seed=1)
     assert len({text(seed=seed) for seed in range(1, 21)}) > 1
@@ -295,13 +216,13 @@ def test_the_generation_config_rules_and_a_seed_repeats_the_text(tmp_path: Path)
     assert greedy == text(temperature=0, repetition_penalty=1, prefill="pop", seed=9)
     assert greedy == tuple(Twin(tiny_weights()).greedy(PROMPT[:5], 8))
     generation = model.generate(PROMPT[:5])
-    assert text(seed=generation.stats.settings["seed"]) == tuple(_ids(generation))[:8]
+    assert text(seed=generation.stats.settings["seed"]) == tuple(ids_of(generation))[:8]
     assert generation.stats.settings["top_k"] == 20
 
 
 def test_the_penalty_counts_the_prompt(tmp_path: Path) -> None:
     model = pop_runtime.load(make_bundle(tmp_path), threads=1)
-    tokens = _ids(model.generate(PROMPT[:8], max_new_tokens=12, repetition_penalty=1e6, ignore_eos=True))
+    tokens = ids_of(model.generate(PROMPT[:8], max_new_tokens=12, repetition_penalty=1e6, ignore_eos=True))
     assert not set(tokens) & set(PROMPT[:8])
     assert len(set(tokens)) == len(tokens)
 
@@ -320,7 +241,12 @@ def test_stats_count_tokens_and_time(model: pop_runtime.Model) -> None:
     assert generation.stats.tokens_per_second is None
     list(generation)
     stats = generation.stats
-    assert (stats.num_prompt_tokens, stats.num_past_tokens, stats.num_pruned_tokens, stats.num_new_tokens) == (6, 0, 5, 3)
+    assert (stats.num_prompt_tokens, stats.num_past_tokens, stats.num_pruned_tokens, stats.num_new_tokens) == (
+        6,
+        0,
+        5,
+        3,
+    )
     assert stats.time_to_first_token_ms is not None and stats.time_to_first_token_ms > 0
     assert stats.tokens_per_second is not None and stats.tokens_per_second > 0
     assert stats.settings["threads"] == 1

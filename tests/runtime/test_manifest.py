@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pop_runtime import manifest as module
 from pop_runtime.errors import ModelError
 from pop_runtime.manifest import (
@@ -173,7 +172,9 @@ def test_values_that_cannot_be_are_refused(folder: Path, fields: dict[str, Any],
         write_manifest(folder, _manifest(folder, **fields))
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../weights.bin", "a/../../b", "C:\\x", "..\\x", "\\\\host\\x", "", "."])
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../weights.bin", "a/../../b", "C:\\x", "..\\x", "\\\\host\\x", "", "."]
+)
 def test_a_path_that_leaves_the_folder_is_refused(folder: Path, name: str) -> None:
     _edit(folder, lambda content: content["files"].update({name: {"bytes": 1, "sha256": "00"}}))
     with pytest.raises(ModelError, match="files: expected paths inside the folder"):

@@ -1,12 +1,13 @@
 import itertools
 
 import pytest
-
 from pop_runtime.manifest import Windows
 from pop_runtime.schedule import Stretch, plan_turn
 
 
-def _plan(num_past: int, num_new: int, sink: int = 0, boundary: int = 1, chunk: int = 512) -> list[tuple[int, int, str]]:
+def _plan(
+    num_past: int, num_new: int, sink: int = 0, boundary: int = 1, chunk: int = 512
+) -> list[tuple[int, int, str]]:
     stretches = plan_turn(num_past, num_new, Windows(sink, boundary), chunk)
     return [(stretch.start, stretch.stop, stretch.stage) for stretch in stretches]
 

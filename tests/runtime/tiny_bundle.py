@@ -1,7 +1,7 @@
 """A tiny bundle made by hand, and its slow twin in numpy: what the runtime's tests run on.
 
-The model: token + position embedding; per layer grouped-query attention and a tanh MLP, each added to the hidden state; a head. No
-norms, no rotary embedding: the runtime sees only the graphs' inputs and outputs, which are those of a real export.
+The model: token + position embedding; per layer grouped-query attention and a tanh MLP, each added to the hidden state;
+a head. No norms, no rotary embedding: the runtime sees only the graphs' inputs and outputs, those of a real export.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pop_runtime
 from onnx import TensorProto, helper
-
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
 
 L, E, H, H_KV, D, V, MAX_POSITIONS = 3, 32, 4, 2, 16, 300, 64
 SKIPPED = (1, 2)
 END = 257
+PROMPT = [int(token) for token in np.random.default_rng(7).integers(3, 250, 40)]
+ATOL = 2e-3  # logits of about 13, float32 against float64
 _ONNX_TYPE = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 
 
@@ -71,7 +73,7 @@ class Twin:
         return hidden @ weights["head"]
 
     def greedy(self, prompt: list[int], num_new: int, pruned: list[bool] | None = None) -> list[int]:
-        """Return greedy tokens after a prompt, of which `pruned` tells the pruned positions (none: only the last is full)."""
+        """Return greedy tokens after a prompt; `pruned` tells its pruned positions (None: all but the last)."""
         pruned = [True] * (len(prompt) - 1) + [False] if pruned is None else pruned
         for token, skip in zip(prompt, pruned, strict=True):
             logits = self.feed(token, skip)
@@ -90,7 +92,9 @@ class _Graph:
         self.constants: dict[str, onnx.TensorProto] = {}
         self._weights, self._offsets, self._dtype = weights, offsets, dtype
 
-    def op(self, kind: str, inputs: list[str], outputs: int = 1, names: list[str] | None = None, **attributes: Any) -> Any:
+    def op(
+        self, kind: str, inputs: list[str], outputs: int = 1, names: list[str] | None = None, **attributes: Any
+    ) -> Any:
         names = names or [f"{kind}_{len(self.nodes)}_{index}" for index in range(outputs)]
         domain = attributes.pop("domain", "")
         self.nodes.append(helper.make_node(kind, inputs, names, domain=domain, **attributes))
@@ -124,14 +128,19 @@ def _build(graph: _Graph, skipped: tuple[int, ...], has_head: bool) -> None:
     num_new = graph.op("Shape", ["input_ids"], start=1, end=2)  # [1]
     length = graph.op("ReduceSum", ["attention_mask", graph.ints([1])], keepdims=0)  # [B]
     past = graph.op("Sub", [length, num_new])  # [B]
-    total = graph.op("Squeeze", [graph.op("Cast", [graph.op("Shape", ["attention_mask"], start=1, end=2)], to=TensorProto.INT32)])
+    total = graph.op(
+        "Squeeze", [graph.op("Cast", [graph.op("Shape", ["attention_mask"], start=1, end=2)], to=TensorProto.INT32)]
+    )
     last = graph.op("Cast", [graph.op("Sub", [length, graph.ints([1])])], to=TensorProto.INT32)  # [B]
     steps = graph.op("Range", [graph.ints(0), graph.op("Squeeze", [num_new]), graph.ints(1)])  # [S]
     positions = graph.op("Add", [graph.op("Unsqueeze", [past, graph.ints([1])]), steps])  # [B, S]
-    hidden = graph.op("Add", [
-        graph.op("Gather", [graph.weight("embed"), "input_ids"]),
-        graph.op("Gather", [graph.weight("positions"), positions]),
-    ])  # [B, S, E]
+    hidden = graph.op(
+        "Add",
+        [
+            graph.op("Gather", [graph.weight("embed"), "input_ids"]),
+            graph.op("Gather", [graph.weight("positions"), positions]),
+        ],
+    )  # [B, S, E]
     for layer in range(L):
         pasts = [f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"]
         presents = [f"present.{layer}.key", f"present.{layer}.value"]
@@ -143,8 +152,13 @@ def _build(graph: _Graph, skipped: tuple[int, ...], has_head: bool) -> None:
             continue
         query = graph.op("MatMul", [hidden, graph.weight(f"{layer}.q")])
         graph.op(
-            "GroupQueryAttention", [query, key, value, *pasts, last, total], names=[f"attention_{layer}", *presents],
-            domain="com.microsoft", num_heads=H, kv_num_heads=H_KV, do_rotary=0,
+            "GroupQueryAttention",
+            [query, key, value, *pasts, last, total],
+            names=[f"attention_{layer}", *presents],
+            domain="com.microsoft",
+            num_heads=H,
+            kv_num_heads=H_KV,
+            do_rotary=0,
         )
         attended = graph.op("MatMul", [f"attention_{layer}", graph.weight(f"{layer}.o")])
         hidden = graph.op("Add", [hidden, attended])
@@ -156,7 +170,12 @@ def _build(graph: _Graph, skipped: tuple[int, ...], has_head: bool) -> None:
 
 
 def save_graph(
-    path: Path, weights: dict[str, np.ndarray], offsets: dict[str, int], skipped: tuple[int, ...], dtype: str, has_head: bool
+    path: Path,
+    weights: dict[str, np.ndarray],
+    offsets: dict[str, int],
+    skipped: tuple[int, ...],
+    dtype: str,
+    has_head: bool,
 ) -> None:
     """Write one graph."""
     graph = _Graph(weights, offsets, dtype)
@@ -174,14 +193,20 @@ def save_graph(
         outputs.insert(0, helper.make_tensor_value_info("logits", kind, shape))
     proto = helper.make_model(
         helper.make_graph(graph.nodes, path.stem, inputs, outputs, list(graph.constants.values())),
-        opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)], ir_version=11,
+        opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)],
+        ir_version=11,
     )
     path.write_bytes(proto.SerializeToString())
 
 
 def make_bundle(
-    folder: Path, weights: dict[str, np.ndarray] | None = None, *, dtype: str = "float32", skipped: tuple[int, ...] = SKIPPED,
-    text_files: dict[str, str] | None = None, **fields: Any,
+    folder: Path,
+    weights: dict[str, np.ndarray] | None = None,
+    *,
+    dtype: str = "float32",
+    skipped: tuple[int, ...] = SKIPPED,
+    text_files: dict[str, str] | None = None,
+    **fields: Any,
 ) -> Path:
     """Write a whole bundle and return its folder; `fields` replace those of the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,14 +222,26 @@ def make_bundle(
     for name, text in (text_files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     known = {
-        "tokenizer": "tokenizer.json", "chat_template": "chat_template.jinja",
-        "generation_config": "generation_config.json", "tokenizer_config": "tokenizer_config.json",
+        "tokenizer": "tokenizer.json",
+        "chat_template": "chat_template.jinja",
+        "generation_config": "generation_config.json",
+        "tokenizer_config": "tokenizer_config.json",
     }
     manifest = Manifest(
-        model={"name": "tiny"}, vocab_size=weights["head"].shape[1], max_positions=MAX_POSITIONS,
-        plan=Plan(L, skipped, "user"), windows=Windows(), kv_dtype=dtype, kv_layers=(KvLayer(H_KV, D, D),) * L,
-        precision=dtype, eos_token_ids=(END,), bos_token_id=256, pad_token_id=258,
-        tokenizer=None, chat_template=None, generation_config=None,
+        model={"name": "tiny"},
+        vocab_size=weights["head"].shape[1],
+        max_positions=MAX_POSITIONS,
+        plan=Plan(L, skipped, "user"),
+        windows=Windows(),
+        kv_dtype=dtype,
+        kv_layers=(KvLayer(H_KV, D, D),) * L,
+        precision=dtype,
+        eos_token_ids=(END,),
+        bos_token_id=256,
+        pad_token_id=258,
+        tokenizer=None,
+        chat_template=None,
+        generation_config=None,
     )
     found = {field: name for field, name in known.items() if (folder / name).exists()}
     names = ["prefill.onnx", "decode.onnx", "weights.bin", *found.values()]
@@ -216,3 +253,8 @@ def make_bundle(
 def with_generation_config(**settings: Any) -> dict[str, str]:
     """Return the `text_files` entry of a generation config."""
     return {"generation_config.json": json.dumps(settings)}
+
+
+def ids_of(generation: pop_runtime.Generation) -> list[int]:
+    """Run a generation to its end and return the ids it yielded."""
+    return [token.id for token in generation]

@@ -87,14 +87,14 @@ def _run(arguments: argparse.Namespace) -> None:
 
     prompt = _prompt(arguments)
     model = load(arguments.dir, arguments.threads, verify=not arguments.no_verify)
-    if arguments.ids is not None and not arguments.json and model.tokenizer is None:
-        raise UsageError(f"{arguments.dir}: expected a tokenizer to print text, found none; add --json")
     generation = model.generate(
         prompt, max_new_tokens=arguments.max_new_tokens, prefill=arguments.prefill, raw=arguments.raw,
         temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
         repetition_penalty=arguments.repetition_penalty, seed=arguments.seed, sink_tokens=arguments.sink_tokens,
         boundary_tokens=arguments.boundary_tokens, ignore_eos=arguments.ignore_eos,
     )  # fmt: skip
+    if arguments.ids is not None and not arguments.json and model.tokenizer is None:
+        raise UsageError(f"{arguments.dir}: expected a tokenizer to print text, found none; add --json")
     for note in _notes(arguments, model, generation):
         print(f"pop-run: note: {note}", file=sys.stderr)
     for token in generation:
