@@ -1,1 +1,1 @@
-"""Measure how much each decoder layer matters, per stage: text in `corpus`, gates in `gates`, the result in `record`."""
+"""Measure how much each decoder layer matters in each stage, on text."""

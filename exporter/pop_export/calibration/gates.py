@@ -31,7 +31,6 @@ from pop_runtime.errors import ModelError
 
 Fisher = Literal["sampled", "empirical"]
 
-STAGES = ("prefill", "decode")
 BOUNDARY_RULE = "half of each sample's tokens, rounded down; the token at the boundary is the last of the prompt"
 MIN_SAMPLE_TOKENS = 3  # one prefill position, the last prompt token, one token to predict
 ROWS_AT_A_TIME = 32  # response positions whose probabilities are held at once: 64 MB of noise for 262,144 tokens
@@ -140,9 +139,7 @@ def draw(probabilities: Tensor, generator: np.random.Generator) -> Tensor:
     return noise.div_(probabilities).argmin(dim=-1)
 
 
-def _batch_gradients(
-    model: Any, samples: list[np.ndarray], targets: list[TargetRule], num_layers: int
-) -> np.ndarray:
+def _batch_gradients(model: Any, samples: list[np.ndarray], targets: list[TargetRule], num_layers: int) -> np.ndarray:
     """Return the gate gradients [2, B, L] of one batch."""
     lengths = [len(sample) for sample in samples]
     boundaries = torch.tensor([boundary_of(length) for length in lengths])
