@@ -104,7 +104,7 @@ def read_calibration(path: Path, *, num_layers: int, model_sha256: str) -> Calib
         )
     try:
         calibration = _parsed(document)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: damaged ({type(error).__name__}: {error}); calibrate again") from error
     if calibration.num_layers != num_layers:
         raise ModelError(

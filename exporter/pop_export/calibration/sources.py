@@ -124,11 +124,15 @@ def _jsonl(item: str, tokenizer: Any) -> list[Text]:
 def _row(row: Any, place: str, tokenizer: Any) -> Text:
     """Return the document of one row."""
     if isinstance(row, dict) and isinstance(row.get("text"), str):
-        return _plain(row["text"], tokenizer)
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return _conversation(row["messages"], place, tokenizer)
-    found = f"keys {', '.join(map(str, row)) or '(none)'}" if isinstance(row, dict) else type(row).__name__
-    raise UsageError(f'{place}: expected an object with "text" (a string) or "messages" (a list), found {found}')
+        text = _plain(row["text"], tokenizer)
+    elif isinstance(row, dict) and isinstance(row.get("messages"), list):
+        text = _conversation(row["messages"], place, tokenizer)
+    else:
+        found = f"keys {', '.join(map(str, row)) or '(none)'}" if isinstance(row, dict) else type(row).__name__
+        raise UsageError(f'{place}: expected an object with "text" (a string) or "messages" (a list), found {found}')
+    if re.search("[\ud800-\udfff]", text.text):  # JSON can spell it; UTF-8 and tokenizers cannot
+        raise UsageError(f"{place}: expected text, found half a surrogate pair in it; mend or drop the row")
+    return text
 
 
 def _plain(text: str, tokenizer: Any) -> Text:
