@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from pop_runtime.errors import ModelError
+from torch import Tensor, nn
 
 # (layer, hidden state that entered it, hidden state that left it) -> hidden state to pass on; each [B, S, E]
 ReplaceOutput = Callable[[int, Tensor, Tensor], Tensor]
