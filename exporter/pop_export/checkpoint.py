@@ -76,9 +76,7 @@ def _load_folder(place: Location, *, trust_remote_code: bool, allow_pickle: bool
 def _load_gguf(place: Location) -> Checkpoint:
     """Return the checkpoint in a .gguf file."""
     loaded = load_gguf(place.path)
-    return _checkpoint(
-        place, loaded.model, loaded.tokenizer, [loaded.token_ids], sha256_of(place.path), loaded.license
-    )
+    return _checkpoint(place, loaded.model, loaded.tokenizer, [loaded.token_ids], sha256_of(place.path), loaded.license)
 
 
 def _checkpoint(

@@ -100,7 +100,7 @@ def family_of(path: Path, metadata: dict[str, Any]) -> tuple[str, GgufFamily]:
             "give the safetensors checkpoint instead"
         )
     if metadata.get("split.count", 1) > 1:
-        raise ModelError(f"{path}: this is one of {metadata['split.count']} GGUF files; merge them with gguf-split first")
+        raise ModelError(f"{path}: this is one of {metadata['split.count']} GGUF files; merge them with gguf-split")
     return architecture, FAMILIES[architecture]
 
 
@@ -136,8 +136,9 @@ def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, has_head
         if left.get(key, fields["head_dim"]) != fields["head_dim"]:
             raise refuse(key, f"expected the head size {fields['head_dim']}, found {left[key]}")
         left.pop(key, None)
-    if fields.pop("vocab_size", num_rows) != num_rows:
-        raise refuse("vocab_size", f"expected {num_rows} (rows of token_embd.weight), found {metadata[f'{architecture}.vocab_size']}")
+    vocab_size = fields.pop("vocab_size", num_rows)
+    if vocab_size != num_rows:
+        raise refuse("vocab_size", f"expected {num_rows} (rows of token_embd.weight), found {vocab_size}")
     rope, unused = _rope(left)
     fields["rope_parameters"] = rope
     if architecture in ("gemma2", "gemma3"):

@@ -122,8 +122,8 @@ def _apply_rope_freqs(path: Path, model: PreTrainedModel, factors: np.ndarray) -
 
     The factors are not a config field of transformers, so the module's own frequencies carry them.
     """
-    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
-    inv_freq = getattr(rotary, "inv_freq", None)
+    rotary = model.model.rotary_emb
+    inv_freq = getattr(rotary, "inv_freq", None)  # Gemma 3 has two, under other names
     if inv_freq is None or inv_freq.numel() != factors.size or not np.all(factors > 0):
         expected = "a model with one rope" if inv_freq is None else f"{inv_freq.numel()} positive factors"
         raise ModelError(f"{path}: {_ROPE_FREQS}: expected {expected}, found {factors.size} factors")

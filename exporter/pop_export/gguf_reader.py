@@ -133,4 +133,4 @@ def _table_entry(path: Path, cursor: _Cursor) -> tuple[str, tuple[int, ...], GGM
     try:
         return name, tuple(reversed(dims)), GGMLQuantizationType(kind), offset
     except ValueError as error:
-        raise ModelError(f"{path}: tensor {name} has the unknown storage type {kind}; update the gguf package") from error
+        raise ModelError(f"{path}: tensor {name} has unknown storage type {kind}; update the gguf package") from error

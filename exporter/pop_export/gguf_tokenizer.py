@@ -85,7 +85,7 @@ def _set_split(path: Path, backend: Tokenizer, rule: str | None) -> None:
     elif rule in (None, "default"):
         _LOG.warning("%s: tokenizer.ggml.pre is not set; text is split as for GPT-2", path)
     elif rule not in _GPT2_SPLIT and rule not in GGUF_PRE_TOKENIZER_SPLITS:
-        raise ModelError(f"{path}: tokenizer.ggml.pre: the rule {rule!r} is not supported; give the safetensors checkpoint")
+        raise ModelError(f"{path}: tokenizer.ggml.pre: rule {rule!r} is not supported; give the safetensors checkpoint")
     if rule in _LLAMA3_SPLIT:
         backend.model.ignore_merges = True  # a piece that is a token stays whole
 
@@ -99,5 +99,7 @@ def _set_template(fast: PreTrainedTokenizerFast, metadata: dict[str, Any], kind:
     eos = [fast.eos_token] if add_eos and fast.eos_token else []
     named = [(token, fast.convert_tokens_to_ids(token)) for token in dict.fromkeys(bos + eos)]
     pair = [f"{token}:1" for token in bos] + ["$B:1"] + [f"{token}:1" for token in eos]
-    template = processors.TemplateProcessing(single=[*bos, "$A", *eos], pair=[*bos, "$A", *eos, *pair], special_tokens=named)
-    fast.backend_tokenizer.post_processor = template
+    single = [*bos, "$A", *eos]
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=single + pair, special_tokens=named
+    )

@@ -85,7 +85,8 @@ def refuse_remote_code(folder: Path, config: dict[str, Any], trust_remote_code: 
     """Raise a ModelError if the model or the tokenizer asks for Python code from the folder and that is not allowed."""
     if trust_remote_code:
         return
-    for name, content in (("config.json", config), ("tokenizer_config.json", read_json(folder / "tokenizer_config.json"))):
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    for name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
         if content.get("auto_map"):
             raise ModelError(
                 f"{folder / name}: the model wants to run Python code from its folder (auto_map); "
@@ -111,7 +112,7 @@ def refuse_non_decoder(folder: Path, config: dict[str, Any]) -> None:
     architecture = (config.get("architectures") or [None])[0]
     name = architecture or model_type or "unknown"
     if model_type is None:
-        raise ModelError(f"{folder / 'config.json'}: expected model_type, found none; this is not a transformers config")
+        raise ModelError(f"{folder / 'config.json'}: expected model_type, found none; this is no transformers config")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"{folder}: unknown architecture {name} (model_type {model_type}); it is not supported")
     if config.get("is_encoder_decoder"):
@@ -132,7 +133,7 @@ def weight_files(folder: Path, *, allow_pickle: bool) -> list[Path]:
     """Return the weight files that will be read, safetensors before pickle.
 
     Raises:
-        ModelError: there are none, a shard named in the index is missing, or there is only pickle and it is not allowed.
+        ModelError: there are none, a shard named in the index is missing, or there is only pickle, not allowed.
     """
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         whole, index = folder / f"{stem}.{suffix}", folder / f"{stem}.{suffix}.index.json"
@@ -158,9 +159,7 @@ def weight_files(folder: Path, *, allow_pickle: bool) -> list[Path]:
     raise ModelError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found {found}")
 
 
-def _load_causal(
-    folder: Path, *, trust_remote_code: bool, files: list[Path]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _load_causal(folder: Path, *, trust_remote_code: bool, files: list[Path]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model that transformers makes of the folder in fp32, and its report of missing tensors."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

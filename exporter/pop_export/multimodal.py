@@ -30,7 +30,9 @@ TEXT_TWINS: dict[str, type[PreTrainedConfig] | None] = {
     "qwen3_vl": Qwen3Config,
 }
 # where the checkpoints of the last years keep the decoder and its head; every other tensor is vision
-_DECODER = re.compile(r"^(?:model\.language_model|language_model\.model|model(?=\.(?:embed_tokens|layers|norm)\.))\.(.+)")
+_DECODER = re.compile(
+    r"^(?:model\.language_model|language_model\.model|model(?=\.(?:embed_tokens|layers|norm)\.))\.(.+)"
+)
 _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.(.+)")
 
 

@@ -22,6 +22,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _PROBE = "pop end of turn probe"  # an answer that no template writes by itself
 _OF_THIS_MACHINE = ("name_or_path", "is_local", "local_files_only")  # what save_pretrained notes of the loading
 
+_NOT_SETTINGS = ("transformers_version", "_from_model_config", "output_attentions", "output_hidden_states")
+
 
 @dataclass(frozen=True)
 class TokenizerFiles:
@@ -101,9 +103,8 @@ def save_tokenizer(checkpoint: Checkpoint, folder: Path) -> TokenizerFiles:
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder}: {type(checkpoint.tokenizer).__name__} did not write tokenizer.json")
     _write_json(folder / "tokenizer_config.json", _without_traces(folder / "tokenizer_config.json"))
-    settings = {key: value for key, value in checkpoint.model.generation_config.to_diff_dict().items() if value is not None}
-    for key in ("transformers_version", "_from_model_config"):
-        settings.pop(key, None)
+    own = checkpoint.model.generation_config.to_diff_dict()
+    settings = {key: value for key, value in own.items() if value is not None and key not in _NOT_SETTINGS}
     settings["eos_token_id"] = list(checkpoint.eos_token_ids)
     for key in ("bos_token_id", "pad_token_id"):
         settings.pop(key, None)
