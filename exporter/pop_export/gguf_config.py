@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pop_export.quiet import first_line
 from pop_runtime.errors import ModelError
 from transformers import (
     Gemma2Config,
@@ -104,14 +105,14 @@ def family_of(path: Path, metadata: dict[str, Any]) -> tuple[str, GgufFamily]:
     return architecture, FAMILIES[architecture]
 
 
-def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, has_head: bool) -> PreTrainedConfig:
+def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, tensors: set[str]) -> PreTrainedConfig:
     """Return the transformers config that the metadata describes.
 
     Args:
         path: of the file, for messages.
         metadata: as read by `read_gguf`.
         num_rows: rows of the token embedding, V.
-        has_head: whether the file holds `output.weight`; without it the head is the embedding.
+        tensors: names in the file. They say whether there are biases, and a head apart from the embedding.
 
     Raises:
         ModelError: a key is missing, of a kind that is not supported, or unknown (names the key).
@@ -143,12 +144,18 @@ def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, has_head
     fields["rope_parameters"] = rope
     if architecture in ("gemma2", "gemma3"):
         fields.update(_gemma(architecture, fields, left, refuse))
-    fields.update(_token_ids(metadata), vocab_size=num_rows, tie_word_embeddings=not has_head)
+    fields.update(_token_ids(metadata), vocab_size=num_rows, tie_word_embeddings="output.weight" not in tensors)
+    for name, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
+        if tensor in tensors and hasattr(family.config, name):
+            fields[name] = True
     for key, value in left.items():
         # 0 experts, a causal mask and the like say that nothing special is asked for
         if key not in unused and not _is_neutral(key, value):
             raise refuse(key, f"this setting ({str(value)[:40]}) is not supported")
-    return family.config(**fields)
+    try:
+        return family.config(**fields)
+    except Exception as error:  # the config classes check their fields, with errors of their own
+        raise ModelError(f"{path}: the metadata makes no {architecture} model: {first_line(error)}") from error
 
 
 def _is_neutral(key: str, value: Any) -> bool:
@@ -188,7 +195,10 @@ def _gemma(architecture: str, fields: dict[str, Any], left: dict[str, Any], refu
     head_dim, num_layers = fields["head_dim"], fields["num_hidden_layers"]
     extra: dict[str, Any] = {}
     if "attention.scale" in left:
-        extra["query_pre_attn_scalar"] = left.pop("attention.scale") ** -2
+        scale = left.pop("attention.scale")
+        extra["query_pre_attn_scalar"] = round(scale**-2)
+        if abs(extra["query_pre_attn_scalar"] ** -0.5 - scale) > 1e-6 * scale:
+            raise refuse("attention.scale", f"expected 1 / sqrt of a whole number, found {scale}")
     elif num_layers == _LAYERS_27B[architecture]:
         extra["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"]
     elif head_dim == _GEMMA_HEAD_DIM:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from pop_export.gguf_config import GgufFamily, family_of, gguf_config
 from pop_export.gguf_reader import GgufFile, read_gguf
 from pop_export.gguf_tokenizer import gguf_tokenizer
-from pop_export.hf_folder import refuse_incomplete
+from pop_export.hf_folder import first_names, refuse_incomplete
 from pop_export.quiet import first_line, quiet_transformers
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -46,7 +46,8 @@ def load_gguf(path: Path) -> GgufCheckpoint:
     head, embedding = weights.get("lm_head.weight"), weights["model.embed_tokens.weight"]
     if head is not None and head.shape == embedding.shape and torch.equal(head, embedding):
         del weights["lm_head.weight"]  # some converters store a tied head twice
-    config = gguf_config(path, file.metadata, num_rows=len(embedding), has_head="lm_head.weight" in weights)
+    tensors = set(file.tensors) if "lm_head.weight" in weights else set(file.tensors) - {"output.weight"}
+    config = gguf_config(path, file.metadata, num_rows=len(embedding), tensors=tensors)
     if family.permuted:
         _unpermute(weights, config.num_attention_heads, config.num_key_value_heads)
     try:
@@ -63,6 +64,8 @@ def load_gguf(path: Path) -> GgufCheckpoint:
     except Exception as error:  # transformers raises any type for a config that makes no sense
         raise ModelError(f"{path}: the model cannot be built: {first_line(error)}") from error
     refuse_incomplete(str(path), report)
+    if report["unexpected_keys"]:
+        raise ModelError(f"{path}: tensors without a place in the model: {first_names(report['unexpected_keys'])}")
     if _ROPE_FREQS in file.tensors:
         _apply_rope_freqs(path, model, file.array(_ROPE_FREQS))
     ids = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("bos", "pad")}
