@@ -1,1 +1,1 @@
-"""TODO."""
+"""Measure how much each decoder layer matters in each stage, on text."""

@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import types
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from pop_runtime.errors import ModelError
@@ -18,6 +22,7 @@ from pop_runtime.errors import ModelError
 FORMAT = "pop-bundle"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+KV_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,184 @@ class Manifest:
     past_value: str = "past_key_values.{layer}.value"
     present_key: str = "present.{layer}.key"
     present_value: str = "present.{layer}.value"
+    tokenizer_config: str | None = (
+        None  # file name of `tokenizer_config.json`: the special tokens a chat template names
+    )
 
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Return size and sha256 of the named files of a folder, sorted by name: what `Manifest.files` holds."""
+    return {name: FileEntry((folder / name).stat().st_size, sha256_of(folder / name)) for name in sorted(names)}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Path:
+    """Write `manifest.json`, through a temporary name, and return its path; the same manifest gives the same bytes.
+
+    Raises:
+        ModelError: the manifest contradicts itself or names a file outside the folder.
+    """
+    check_manifest(manifest, str(folder / MANIFEST_NAME))
+    content = {"format": FORMAT, "format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+    path = folder / MANIFEST_NAME
+    temporary = folder / f".{MANIFEST_NAME}.tmp"
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a bundle; unknown keys are let through, so that a later minor export still reads.
+
+    Raises:
+        ModelError: no folder, no manifest, not JSON, another format or a newer version, a key that is missing or of the
+            wrong type, values that contradict each other, or a path that leaves the folder.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: expected a bundle folder, found none; make one with pop-export --out {folder}")
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise ModelError(f"{path}: expected a bundle's manifest, found none; re-run pop-export --out {folder}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: expected JSON, found {_one_line(error)}; re-run pop-export") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else content
+        raise ModelError(
+            f"{path}, format: expected {FORMAT!r}, found {_shown(found)}; give a folder made by pop-export"
+        )
+    version = _decode(content.get("format_version"), int, f"{path}, format_version")
+    if version > FORMAT_VERSION:
+        raise ModelError(
+            f"{path}, format_version: expected at most {FORMAT_VERSION}, found {version}; update the pop-export package"
+        )
+    manifest = _decode(content, Manifest, str(path))
+    check_manifest(manifest, str(path))
+    return manifest
+
+
+def check_manifest(manifest: Manifest, place: str) -> None:
+    """Check what types cannot say: value ranges, counts that must agree, and that every path stays inside the folder.
+
+    Raises:
+        ModelError: the first value that is wrong, after `place`.
+    """
+    plan, skipped = manifest.plan, manifest.plan.skipped_layers
+    named = (manifest.prefill_graph, manifest.decode_graph, manifest.weights)
+    optional = (manifest.tokenizer, manifest.tokenizer_config, manifest.chat_template, manifest.generation_config)
+    unlisted = [name for name in (*named, *optional) if name is not None and name not in manifest.files]
+    outside = [name for name in manifest.files if not _stays_inside(name)]
+    layers = [size for kv in manifest.kv_layers for size in dataclasses.astuple(kv)]
+    rules: tuple[tuple[bool, str, str, object], ...] = (
+        (not outside, "files", "paths inside the folder", outside),
+        (not unlisted, "files", "every file the manifest names", f"no entry for {', '.join(unlisted)}"),
+        (manifest.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}", manifest.kv_dtype),
+        (len(manifest.kv_layers) == plan.num_layers, "kv_layers", f"{plan.num_layers} layers", len(manifest.kv_layers)),
+        (plan.num_layers > 0 and min(layers, default=0) > 0, "kv_layers", "sizes of at least 1", manifest.kv_layers),
+        (
+            list(skipped) == sorted(set(skipped)) and all(0 <= layer < plan.num_layers for layer in skipped),
+            "plan.skipped_layers",
+            f"ascending layers of 0..{plan.num_layers - 1}",
+            list(skipped),
+        ),
+        (
+            manifest.windows.boundary_tokens >= 1,
+            "windows.boundary_tokens",
+            "at least 1",
+            manifest.windows.boundary_tokens,
+        ),
+        (manifest.windows.sink_tokens >= 0, "windows.sink_tokens", "at least 0", manifest.windows.sink_tokens),
+        (manifest.vocab_size >= 1, "vocab_size", "at least 1", manifest.vocab_size),
+        (manifest.max_positions >= 2, "max_positions", "at least 2", manifest.max_positions),
+    )
+    for holds, key, expected, found in rules:
+        if not holds:
+            raise ModelError(f"{place}, {key}: expected {expected}, found {_shown(found)}; re-run pop-export")
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Check size and sha256 of every file that the manifest lists.
+
+    Raises:
+        ModelError: the first file that is missing, of another size, altered or unreadable.
+    """
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ModelError(f"{path}: expected a file of {entry.bytes} bytes, found none; re-run pop-export")
+        num_bytes = path.stat().st_size
+        if num_bytes != entry.bytes:
+            raise ModelError(f"{path}: expected {entry.bytes} bytes, found {num_bytes}; re-run pop-export")
+        try:
+            sha256 = sha256_of(path)
+        except OSError as error:
+            raise ModelError(f"{path}: expected a readable file, found {_one_line(error)}; check its rights") from error
+        if sha256 != entry.sha256:
+            raise ModelError(f"{path}: expected sha256 {entry.sha256}, found {sha256} (altered); re-run pop-export")
+
+
+def _stays_inside(name: str) -> bool:
+    """Return whether a name, read as a POSIX or a Windows path, is a relative path without `..`."""
+    windows = PureWindowsPath(name)
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not (name.startswith("/") or windows.anchor or ".." in parts or ".." in windows.parts)
+
+
+def _decode(value: Any, kind: Any, place: str) -> Any:
+    """Return a JSON value as the annotated type `kind` of a dataclass field, `place` telling where it stands."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin is types.UnionType:  # only `X | None` occurs
+        return None if value is None else _decode(value, arguments[0], place)
+    if dataclasses.is_dataclass(kind):
+        return _decode_fields(_expect(value, dict, "an object", place), kind, place)
+    if origin is dict:
+        items = _expect(value, dict, "an object", place).items()
+        return {key: _decode(item, arguments[1], f"{place}, {key}") for key, item in items}
+    if origin is tuple:
+        items = enumerate(_expect(value, list, "a list", place))
+        return tuple(_decode(item, arguments[0], f"{place}[{index}]") for index, item in items)
+    return _expect(value, kind, {int: "an integer", str: "a string"}[kind], place)
+
+
+def _decode_fields(value: dict[str, Any], kind: Any, place: str) -> Any:
+    """Return the dataclass `kind` with its fields taken from an object; only fields with a default may be missing."""
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for spec in dataclasses.fields(kind):
+        if spec.name in value:
+            found[spec.name] = _decode(value[spec.name], hints[spec.name], f"{place}, {spec.name}")
+        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            raise ModelError(f"{place}: expected the key {spec.name!r}, found none; re-run pop-export")
+    return kind(**found)
+
+
+def _expect(value: Any, kind: type, expected: str, place: str) -> Any:
+    """Return `value` if it is of a JSON type; a boolean is no integer."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ModelError(f"{place}: expected {expected}, found {_shown(value)}; re-run pop-export")
+    return value
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message: one line, at most 80 characters."""
+    text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _one_line(error: BaseException) -> str:
+    """Return an error's text as one line."""
+    return " ".join(str(error).split()) or type(error).__name__

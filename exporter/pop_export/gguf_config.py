@@ -1,0 +1,230 @@
+"""Turn GGUF metadata into a transformers config, strictly.
+
+Every key under the architecture's prefix is applied, or checked, or the file is refused with that key's name: a rope
+scaling or a window that is lost without a word makes a model that is fluent and wrong. Where the metadata leaves
+something out, the value is the one llama.cpp computes with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pop_export.quiet import first_line
+from pop_runtime.errors import ModelError
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+_NEEDED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+           "attention.layer_norm_rms_epsilon")  # fmt: skip
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.sliding_window": "sliding_window",
+}
+_GEMMA_HEAD_DIM = 256  # the head size at which Gemma's query_pre_attn_scalar is known to equal it
+_LAYERS_27B = {"gemma2": 46, "gemma3": 62}  # llama.cpp knows the 27B models, which scale by E / H, by these
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """How one GGUF architecture maps to transformers."""
+
+    config: type[PreTrainedConfig]
+    keys: dict[str, str] = field(default_factory=dict)  # metadata key without prefix -> config field, beyond _KEYS
+    block: dict[str, str] = field(default_factory=dict)  # tensor of a block -> module, beyond _BLOCK
+    permuted: bool = False  # rows of Q and K are stored interleaved for llama.cpp's rope
+    norm_offset: float = 0.0  # what the converter added to every norm weight
+
+    @property
+    def block_names(self) -> dict[str, str]:
+        """GGUF name of a block's tensor -> name of the module in the decoder layer."""
+        return {**_BLOCK, **self.block}
+
+
+FAMILIES = {
+    "llama": GgufFamily(LlamaConfig, permuted=True),
+    "qwen2": GgufFamily(Qwen2Config),
+    "qwen3": GgufFamily(Qwen3Config, block=_QK_NORM),
+    "gemma": GgufFamily(GemmaConfig, norm_offset=1.0),
+    "gemma2": GgufFamily(Gemma2Config, keys=_SOFTCAPS, block=_SANDWICH, norm_offset=1.0),
+    "gemma3": GgufFamily(Gemma3TextConfig, keys=_SOFTCAPS, block={**_SANDWICH, **_QK_NORM}, norm_offset=1.0),
+}
+
+
+def family_of(path: Path, metadata: dict[str, Any]) -> tuple[str, GgufFamily]:
+    """Return the architecture's name and its mapping.
+
+    Raises:
+        ModelError: the architecture is not one of FAMILIES, or the file is one part of several.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in FAMILIES:
+        raise ModelError(
+            f"{path}: GGUF architecture {architecture} is not supported (supported: {', '.join(FAMILIES)}); "
+            "give the safetensors checkpoint instead"
+        )
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(f"{path}: this is one of {metadata['split.count']} GGUF files; merge them with gguf-split")
+    return architecture, FAMILIES[architecture]
+
+
+def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, tensors: set[str]) -> PreTrainedConfig:
+    """Return the transformers config that the metadata describes.
+
+    Args:
+        path: of the file, for messages.
+        metadata: as read by `read_gguf`.
+        num_rows: rows of the token embedding, V.
+        tensors: names in the file. They say whether there are biases, and a head apart from the embedding.
+
+    Raises:
+        ModelError: a key is missing, of a kind that is not supported, or unknown (names the key).
+    """
+    architecture, family = family_of(path, metadata)
+    left = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()
+            if key.startswith(f"{architecture}.")}  # fmt: skip
+
+    def refuse(key: str, text: str) -> ModelError:
+        return ModelError(f"{path}: {architecture}.{key}: {text}; give the safetensors checkpoint instead")
+
+    for key in _NEEDED:
+        if key not in left:
+            raise refuse(key, "expected this key, found none")
+    fields = {name: left.pop(key) for key, name in {**_KEYS, **family.keys}.items() if key in left}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            raise refuse(name, f"expected one value for all layers, found {len(value)}")
+    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if left.get(key, fields["head_dim"]) != fields["head_dim"]:
+            raise refuse(key, f"expected the head size {fields['head_dim']}, found {left[key]}")
+        left.pop(key, None)
+    vocab_size = fields.pop("vocab_size", num_rows)
+    if vocab_size != num_rows:
+        raise refuse("vocab_size", f"expected {num_rows} (rows of token_embd.weight), found {vocab_size}")
+    rope, unused = _rope(left)
+    fields["rope_parameters"] = rope
+    if architecture in ("gemma2", "gemma3"):
+        fields.update(_gemma(architecture, fields, left, refuse))
+    fields.update(_token_ids(metadata), vocab_size=num_rows, tie_word_embeddings="output.weight" not in tensors)
+    for name, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
+        if tensor in tensors and hasattr(family.config, name):
+            fields[name] = True
+    for key, value in left.items():
+        # 0 experts, a causal mask and the like say that nothing special is asked for
+        if key not in unused and not _is_neutral(key, value):
+            raise refuse(key, f"this setting ({str(value)[:40]}) is not supported")
+    try:
+        return family.config(**fields)
+    except Exception as error:  # the config classes check their fields, with errors of their own
+        raise ModelError(f"{path}: the metadata makes no {architecture} model: {first_line(error)}") from error
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    """Return whether a key that nothing reads says only what holds anyway."""
+    neutral = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.finetuned": value}
+    return key in neutral and neutral[key] == value
+
+
+def _rope(left: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return rope_parameters and the keys without meaning for this scaling; takes the keys it applies out of `left`."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": left.pop("rope.freq_base", 10000.0)}
+    kind = left.get("rope.scaling.type")
+    factor = left.get("rope.scaling.factor", left.get("rope.scale_linear"))
+    if kind is None and factor is not None:
+        kind = "linear"  # files older than the type key
+    if kind in (None, "none"):
+        left.pop("rope.scaling.type", None)
+        return rope, {"rope.scaling.factor", "rope.scaling.original_context_length"} if kind else set()
+    if kind not in ("linear", "yarn") or factor is None:
+        return rope, set()  # what is left in `left` is refused by name
+    for key in ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"):
+        left.pop(key, None)
+    rope.update(rope_type=kind, factor=factor)
+    if kind == "linear":
+        return rope, {"rope.scaling.original_context_length"}
+    names = {
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+        "rope.scaling.yarn_beta_fast": "beta_fast",
+        "rope.scaling.yarn_beta_slow": "beta_slow",
+    }
+    rope.update({name: left.pop(key) for key, name in names.items() if key in left})
+    return rope, set()
+
+
+def _gemma(architecture: str, fields: dict[str, Any], left: dict[str, Any], refuse: Any) -> dict[str, Any]:
+    """Return what a Gemma 2 or 3 config needs beyond the shared keys."""
+    head_dim, num_layers = fields["head_dim"], fields["num_hidden_layers"]
+    extra: dict[str, Any] = {}
+    if "attention.scale" in left:
+        scale = left.pop("attention.scale")
+        extra["query_pre_attn_scalar"] = round(scale**-2)
+        if abs(extra["query_pre_attn_scalar"] ** -0.5 - scale) > 1e-6 * scale:
+            raise refuse("attention.scale", f"expected 1 / sqrt of a whole number, found {scale}")
+    elif num_layers == _LAYERS_27B[architecture]:
+        extra["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"]
+    elif head_dim == _GEMMA_HEAD_DIM:
+        extra["query_pre_attn_scalar"] = head_dim
+    else:
+        raise refuse("attention.scale", f"the scale of a head size of {head_dim} is not in the file")
+    if "sliding_window" not in fields:
+        raise refuse("attention.sliding_window", "expected this key, found none")
+    if architecture == "gemma2":
+        extra["attn_logit_softcapping"] = fields.get("attn_logit_softcapping", 50.0)
+        extra["final_logit_softcapping"] = fields.get("final_logit_softcapping", 30.0)
+        return extra
+    if "attn_logit_softcapping" in fields:
+        raise refuse("attn_logit_softcapping", "not expected in Gemma 3")
+    # the file names neither: 5 sliding layers to 1 full, and a base of 10000 for the sliding ones
+    pattern = left.pop("attention.sliding_window_pattern", 6)
+    sliding = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    if len(sliding) < num_layers:
+        raise refuse("attention.sliding_window_pattern", f"expected {num_layers} layers, found {len(sliding)}")
+    extra["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in sliding[:num_layers]]
+    local = {"rope_type": "default", "rope_theta": left.pop("rope.freq_base_swa", 10000.0)}
+    extra["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
+    return extra
+
+
+def _token_ids(metadata: dict[str, Any]) -> dict[str, int | None]:
+    """Return the special token ids, None where the file names none."""
+    names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    return {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in names.items()}

@@ -1,0 +1,69 @@
+"""Choose which layers the prefill graph leaves out: by their prefill importance, or as the user lists them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from pop_runtime.errors import UsageError
+
+EXPECTED = 'expected layers such as "20-29" or "5,12-14,18", or "none"'
+
+
+def choose_layers(
+    importance_prefill: Sequence[float] | None, *, prune_ratio: float, prune_layers: str | None, num_layers: int
+) -> tuple[int, ...]:
+    """Return the layers to skip in prefill, ascending.
+
+    `prune_ratio * num_layers` is rounded to the nearest whole number, halves up (1/3 of 30 is 10, 1/4 of 30 is 8), and
+    at least one layer is kept. Layers of the lowest prefill importance go first; of equals the deeper one.
+
+    Args:
+        importance_prefill: [L], >= 0; not needed when `prune_layers` is given.
+        prune_ratio: share of layers to skip, 0 <= ratio < 1.
+        prune_layers: the user's own choice, see `parse_layers`; it overrides the ratio.
+        num_layers: decoder layers of the model.
+
+    Raises:
+        UsageError: the ratio is out of range or `prune_layers` makes no sense for this model.
+    """
+    if prune_layers is not None:
+        return parse_layers(prune_layers, num_layers)
+    if not 0 <= prune_ratio < 1:
+        raise UsageError(f"--prune-ratio: expected 0 <= ratio < 1, found {prune_ratio}")
+    assert importance_prefill is not None and len(importance_prefill) == num_layers
+    num_skipped = min(math.floor(prune_ratio * num_layers + 0.5), num_layers - 1)
+    cheapest_first = sorted(range(num_layers), key=lambda layer: (importance_prefill[layer], -layer))
+    return tuple(sorted(cheapest_first[:num_skipped]))
+
+
+def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
+    """Return the layers that a list such as "5,12-14,18" names, ascending; ranges include both ends; "none" is ().
+
+    A layer named twice is refused, because a typing error is the likely cause; so is skipping every layer, because
+    then the prompt would reach decode as bare embeddings.
+
+    Raises:
+        UsageError: the text is malformed, reversed, repeats a layer, lies out of range or names every layer.
+    """
+    if text.strip().lower() == "none":
+        return ()
+    place = f'--prune-layers "{text}"'
+    layers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
+        if match is None:
+            raise UsageError(f'{place}: {EXPECTED}, found "{part.strip()}"')
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise UsageError(f"{place}: expected the lower layer first, found {first}-{last}; write {last}-{first}")
+        if last >= num_layers:
+            raise UsageError(f"{place}: expected layers 0 to {num_layers - 1}, found {last}")
+        layers += range(first, last + 1)
+    repeated = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if repeated:
+        raise UsageError(f"{place}: expected each layer once, found {repeated[0]} more than once")
+    if len(layers) == num_layers:
+        raise UsageError(f"{place}: expected at least one layer to keep, found all {num_layers}")
+    return tuple(sorted(layers))

@@ -1,0 +1,31 @@
+"""Keep other libraries' progress bars and warnings off stderr, so that our own lines can be read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Let transformers print errors only, and no progress bar, while the context is open."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """Return an exception's text as one line of at most 300 characters: its first line that is not empty."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    return next((line for line in lines if line), type(error).__name__)[:300]

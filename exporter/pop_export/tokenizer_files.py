@@ -1,0 +1,129 @@
+"""Load a checkpoint's tokenizer, find its end tokens, and write the files that the runtime reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pop_runtime.errors import ModelError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pop_export.quiet import first_line, quiet_transformers
+
+if TYPE_CHECKING:
+    from pop_export.checkpoint import Checkpoint
+
+_LOG = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_PROBE = "pop end of turn probe"  # an answer that no template writes by itself
+_OF_THIS_MACHINE = ("name_or_path", "is_local", "local_files_only")  # what save_pretrained notes of the loading
+
+_NOT_SETTINGS = ("transformers_version", "_from_model_config", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The names of the written files, relative to the folder."""
+
+    tokenizer: str
+    chat_template: str | None
+    generation_config: str
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a Hugging Face folder.
+
+    Raises:
+        ModelError: there is none, it is damaged, or it cannot be written as a tokenizer.json.
+    """
+    has_file = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    if not has_file and not trust_remote_code:
+        raise ModelError(f"{folder}: no tokenizer: expected {', '.join(_TOKENIZER_FILES[:3])} or similar, found none")
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
+            )
+    except Exception as error:  # transformers and tokenizers raise any type for a broken file
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelError(
+            f"{folder}: {type(tokenizer).__name__} cannot be written as tokenizer.json, which the runtime needs"
+        )
+    return tokenizer
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that the chat template writes right after an assistant's answer, or None."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template may raise anything; chat then fails at run time, with its own message
+        _LOG.warning("the chat template does not render a plain exchange: %s", first_line(error))
+        return None
+    _, found, tail = text.rpartition(_PROBE)
+    tail = tail.lstrip()
+    special = [token for token in tokenizer.all_special_tokens if found and tail.startswith(token)]
+    return tokenizer.convert_tokens_to_ids(max(special, key=len)) if special else None
+
+
+def valid_token_ids(ids: Iterable[Any], num_rows: int, what: str) -> tuple[int, ...]:
+    """Return the ids in the order given, each once, without those that the embedding of `num_rows` rows lacks."""
+    kept: list[int] = []
+    for value in ids:
+        if value is None or isinstance(value, bool) or value in kept:
+            continue
+        if isinstance(value, int) and 0 <= value < num_rows:
+            kept.append(value)
+        else:
+            _LOG.warning("%s id %r is outside the vocabulary of %d tokens and is ignored", what, value, num_rows)
+    return tuple(kept)
+
+
+def save_tokenizer(checkpoint: Checkpoint, folder: Path) -> TokenizerFiles:
+    """Write tokenizer, chat template and generation config into `folder`, and return the names of the files.
+
+    The generation config holds the checkpoint's own settings, whatever transformers thinks of them, and every end id.
+
+    Raises:
+        ModelError: the tokenizer cannot be written as tokenizer.json.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with quiet_transformers():
+            checkpoint.tokenizer.save_pretrained(folder)
+    except Exception as error:  # slow tokenizers and damaged ones raise any type
+        raise ModelError(f"{folder}: the tokenizer cannot be written: {first_line(error)}") from error
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder}: {type(checkpoint.tokenizer).__name__} did not write tokenizer.json")
+    _write_json(folder / "tokenizer_config.json", _without_traces(folder / "tokenizer_config.json"))
+    own = checkpoint.model.generation_config.to_diff_dict()
+    settings = {key: value for key, value in own.items() if value is not None and key not in _NOT_SETTINGS}
+    settings["eos_token_id"] = list(checkpoint.eos_token_ids)
+    for key in ("bos_token_id", "pad_token_id"):
+        settings.pop(key, None)
+        if (value := getattr(checkpoint, key)) is not None:
+            settings[key] = value
+    _write_json(folder / "generation_config.json", settings)
+    template = "chat_template.jinja"
+    return TokenizerFiles(
+        tokenizer="tokenizer.json",
+        chat_template=template if (folder / template).is_file() else None,
+        generation_config="generation_config.json",
+    )
+
+
+def _without_traces(file: Path) -> dict[str, Any]:
+    """Return the object in tokenizer_config.json without what it says of the machine it was loaded on."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    return {key: value for key, value in config.items() if key not in _OF_THIS_MACHINE}
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

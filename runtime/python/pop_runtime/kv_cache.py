@@ -1,0 +1,149 @@
+"""The KV buffers that both graphs read and write in place, and a graph bound to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pop_runtime.errors import BackendError
+from pop_runtime.manifest import Manifest
+from pop_runtime.sessions import ORT_TYPES, backend_error, onnxruntime
+
+EMPTY, PRUNED, FULL = 0, 1, 2  # what a position of the cache holds
+_STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}  # numpy has no bfloat16: its bits
+_ONNX_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # TensorProto.DataType
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """K and V of every layer for `batch` rows, and for each position whether it is empty, pruned or full.
+
+    The memory belongs to numpy arrays: zeros (so no stray NaN can reach an attention kernel), and pages that the
+    system hands out only when they are written.
+    """
+
+    manifest: Manifest
+    buffers: dict[str, np.ndarray]  # by past name: [B, H_kv, S_max, D]
+    depth: np.ndarray  # [B, S_max] uint8: EMPTY, PRUNED or FULL
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return int(self.depth.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """S_max: how many tokens a row can hold."""
+        return int(self.depth.shape[1])
+
+    def row(self, index: int) -> KvCache:
+        """Return row `index` as a cache of batch 1 over the same memory."""
+        rows = {name: buffer[index : index + 1] for name, buffer in self.buffers.items()}
+        return KvCache(self.manifest, rows, self.depth[index : index + 1])
+
+    def bindings(self) -> Iterator[tuple[str, str, onnxruntime.OrtValue]]:
+        """Yield for each buffer its past name, its present name and the value over its memory."""
+        onnx_type, names = _ONNX_TYPES[self.manifest.kv_dtype], self.manifest
+        for layer in range(len(names.kv_layers)):
+            for past, present in ((names.past_key, names.present_key), (names.past_value, names.present_value)):
+                past_name, present_name = past.format(layer=layer), present.format(layer=layer)
+                buffer = self.buffers[past_name]
+                value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(buffer, onnx_type)
+                yield past_name, present_name, value
+
+
+def allocate_cache(manifest: Manifest, batch: int, capacity: int) -> KvCache:
+    """Return an empty cache of `batch` rows of `capacity` tokens.
+
+    Raises:
+        BackendError: the system refuses the memory (gives the bytes asked for).
+    """
+    dtype, buffers = _STORAGE[manifest.kv_dtype], {}
+    try:
+        for layer, kv in enumerate(manifest.kv_layers):
+            key_shape = (batch, kv.num_heads, capacity, kv.key_head_size)
+            value_shape = (batch, kv.num_heads, capacity, kv.value_head_size)
+            buffers[manifest.past_key.format(layer=layer)] = np.zeros(key_shape, dtype)
+            buffers[manifest.past_value.format(layer=layer)] = np.zeros(value_shape, dtype)
+    except MemoryError as error:
+        num_bytes = sum(kv.num_heads * (kv.key_head_size + kv.value_head_size) for kv in manifest.kv_layers)
+        num_bytes *= batch * capacity * np.dtype(dtype).itemsize
+        raise BackendError(
+            f"KV cache: expected {num_bytes} bytes for {batch} x {capacity} tokens, found less; ask for fewer tokens"
+        ) from error
+    return KvCache(manifest, buffers, np.full((batch, capacity), EMPTY, np.uint8))
+
+
+class BoundGraph:
+    """One session bound to one cache: the KV buffers once, per run only the small inputs.
+
+    Args:
+        session: the prefill or the decode graph.
+        cache: its buffers are past and present at once, so a run updates them in place.
+        name: the graph's file, for messages.
+        has_logits: whether the graph gives logits.
+    """
+
+    def __init__(self, session: onnxruntime.InferenceSession, cache: KvCache, name: str, has_logits: bool) -> None:
+        manifest, self._cache, self._session, self._name = cache.manifest, cache, session, name
+        self._binding = session.io_binding()
+        self._values = []  # the binding does not keep the memory alive
+        for past_name, present_name, value in cache.bindings():
+            self._binding.bind_ortvalue_input(past_name, value)
+            self._binding.bind_ortvalue_output(present_name, value)
+            self._values.append(value)
+        self._ids_name, self._mask_name = manifest.input_ids, manifest.attention_mask
+        self._ones = np.ones((1, cache.capacity), np.int64)
+        self._one_token = np.zeros((cache.batch, 1), np.int64)  # [B, 1], bound again only after a longer input
+        self._bound_tokens = 0
+        self._logits: np.ndarray | None = None
+        self._logits_kind = ""
+        if has_logits:
+            self._bind_logits()
+
+    def _bind_logits(self) -> None:
+        """Bind a logits buffer [B, 1, V] of the type that the graph gives."""
+        manifest = self._cache.manifest
+        kinds = {value.name: value.type for value in self._session.get_outputs()}
+        self._logits_kind = {kind: dtype for dtype, kind in ORT_TYPES.items()}[kinds[manifest.logits]]
+        shape = (self._cache.batch, 1, manifest.vocab_size)
+        self._logits = np.zeros(shape, _STORAGE[self._logits_kind])
+        value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(self._logits, _ONNX_TYPES[self._logits_kind])
+        self._binding.bind_ortvalue_output(manifest.logits, value)
+        self._values.append(value)
+
+    def run(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Feed new tokens and write their K and V in place.
+
+        Args:
+            ids: [B, S] int64, right-aligned in time: row b's tokens take its positions `lengths[b] - S .. lengths[b]`.
+            lengths: [B] int64, tokens of each row after this run.
+
+        Raises:
+            BackendError: ONNX Runtime fails.
+        """
+        total = int(lengths.max())
+        mask = self._ones[:, :total]  # [1, T]
+        if self._cache.batch > 1:
+            mask = (np.arange(total) < lengths[:, None]).astype(np.int64)  # [B, T]
+        if ids.shape[1] == 1:
+            self._one_token[:] = ids
+            ids = self._one_token
+        try:
+            if ids.shape[1] != 1 or self._bound_tokens != 1:
+                self._binding.bind_cpu_input(self._ids_name, np.ascontiguousarray(ids))
+                self._bound_tokens = ids.shape[1]
+            self._binding.bind_cpu_input(self._mask_name, mask)
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # ONNX Runtime's errors share no base but Exception
+            raise backend_error(self._name, f"a run over {ids.shape[1]} tokens, {total} in all", error) from error
+
+    def logits(self) -> np.ndarray:
+        """Return a copy of the last run's logits, [B, V] float32."""
+        assert self._logits is not None
+        rows = self._logits[:, 0]
+        if self._logits_kind == "bfloat16":
+            return (rows.astype(np.uint32) << 16).view(np.float32)
+        return rows.astype(np.float32)

@@ -1,0 +1,126 @@
+"""The two ONNX Runtime sessions of a bundle: how they are opened and what is checked before they are trusted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pop_runtime.errors import BackendError, ModelError, UsageError
+from pop_runtime.manifest import Manifest
+
+try:
+    import onnxruntime
+except ModuleNotFoundError as missing:  # the base install leaves the choice of CPU or GPU package to an extra
+    raise BackendError("onnxruntime: expected the package, found none; pip install 'pop-export[cpu]'") from missing
+
+PROVIDERS = ("CPUExecutionProvider",)
+# Each session has its own threads, and idle ones would spin for work on the cores that the other session needs.
+SESSION_ENTRIES = {
+    "session.intra_op.allow_spinning": "0",
+}
+ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"}
+
+
+@dataclass(frozen=True)
+class SessionPair:
+    """Both graphs of a bundle, loaded, with the names of their files for messages."""
+
+    prefill: onnxruntime.InferenceSession
+    decode: onnxruntime.InferenceSession
+    threads: int
+
+
+def visible_cores() -> int:
+    """Return how many cores this process may run on: a container or `taskset` can leave it fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def open_pair(folder: Path, manifest: Manifest, threads: int | None) -> SessionPair:
+    """Return both sessions, each with `threads` threads (None: the visible cores).
+
+    Raises:
+        UsageError: fewer than one thread.
+        ModelError: a graph is missing, or its inputs and outputs are not those of the manifest.
+        BackendError: ONNX Runtime cannot load a graph.
+    """
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
+    count = threads or visible_cores()
+    sessions = []
+    for name, has_logits in ((manifest.prefill_graph, False), (manifest.decode_graph, True)):
+        session = open_session(folder / name, count)
+        check_graph(session, manifest, str(folder / name), has_logits)
+        sessions.append(session)
+    return SessionPair(sessions[0], sessions[1], count)
+
+
+def open_session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+    """Return a session for one graph file; the provider is the one asked for or none.
+
+    Raises:
+        ModelError: no such file.
+        BackendError: ONNX Runtime refuses the file.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path}: expected an ONNX graph, found none; re-run pop-export")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only: warnings would mix with the streamed text's terminal
+    options.intra_op_num_threads = threads  # if left to ORT it pins threads, even to cores it may not use
+    options.inter_op_num_threads = 1
+    for key, value in SESSION_ENTRIES.items():
+        options.add_session_config_entry(key, value)
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=list(PROVIDERS))
+    except Exception as error:  # ONNX Runtime's errors share no base but Exception
+        raise backend_error(path.name, "a graph that ONNX Runtime loads", error) from error
+
+
+def backend_error(place: str, expected: str, error: Exception) -> BackendError:
+    """Return an error of ONNX Runtime as one line."""
+    return BackendError(
+        f"{place}: expected {expected}, found {' '.join(str(error).split())}; "
+        f"re-run pop-export, or change onnxruntime {onnxruntime.__version__}"
+    )
+
+
+def check_graph(session: onnxruntime.InferenceSession, manifest: Manifest, place: str, has_logits: bool) -> None:
+    """Check that a graph has the inputs and outputs which the manifest promises, with the right types and sizes.
+
+    Raises:
+        ModelError: the first that is missing, or has another type or size.
+    """
+    inputs = {value.name: value for value in session.get_inputs()}
+    outputs = {value.name: value for value in session.get_outputs()}
+    for name in (manifest.input_ids, manifest.attention_mask):
+        _check_value(inputs, name, "tensor(int64)", (None, None), place)
+    for layer, kv in enumerate(manifest.kv_layers):
+        key, value = (None, kv.num_heads, None, kv.key_head_size), (None, kv.num_heads, None, kv.value_head_size)
+        kind = ORT_TYPES[manifest.kv_dtype]
+        _check_value(inputs, manifest.past_key.format(layer=layer), kind, key, place)
+        _check_value(inputs, manifest.past_value.format(layer=layer), kind, value, place)
+        _check_value(outputs, manifest.present_key.format(layer=layer), kind, key, place)
+        _check_value(outputs, manifest.present_value.format(layer=layer), kind, value, place)
+    if has_logits:
+        _check_value(outputs, manifest.logits, None, (None, None, manifest.vocab_size), place)
+
+
+def _check_value(
+    values: dict[str, onnxruntime.NodeArg], name: str, kind: str | None, shape: tuple[int | None, ...], place: str
+) -> None:
+    """Check one graph input or output; None in `shape` is any size, and a size the graph leaves open is accepted."""
+    if name not in values:
+        raise ModelError(f"{place}: expected the value {name!r} (manifest.json), found none; re-run pop-export")
+    value = values[name]
+    if kind is not None and value.type != kind:
+        raise ModelError(f"{place}, {name}: expected {kind} (manifest.json), found {value.type}; re-run pop-export")
+    agrees = len(value.shape) == len(shape) and all(
+        wanted is None or not isinstance(found, int) or found == wanted
+        for wanted, found in zip(shape, value.shape, strict=True)
+    )
+    if not agrees:
+        raise ModelError(
+            f"{place}, {name}: expected shape {list(shape)} (manifest.json), found {value.shape}; re-run pop-export"
+        )

@@ -1,0 +1,95 @@
+"""Between text and token ids: the bundle's tokenizer, and text that streams without broken characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from pop_runtime.errors import ModelError, UsageError
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what an unfinished UTF-8 character decodes to
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token and the text it adds, which is empty for special tokens and ids unknown to the tokenizer."""
+
+    id: int
+    text: str
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a `tokenizer.json`, without the padding and truncation it may carry.
+
+    Raises:
+        ModelError: the file is missing or not a tokenizer.
+    """
+    try:  # by text, not by path: on some systems the library cannot open a path that is not ASCII
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception
+        found = " ".join(str(error).split())
+        raise ModelError(f"{path}: expected a tokenizer, found {found}; re-run pop-export") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the ids of a text.
+
+    Raises:
+        UsageError: the text holds half a character (a lone surrogate), as bytes that are not UTF-8 give on a command
+            line.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"prompt: expected UTF-8 text, found {text[error.start]!a} at {error.start}") from error
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
+    """Return the text of ids, special tokens and unknown ids left out; empty without a tokenizer."""
+    return "" if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+class TextStream:
+    """Turns ids into tokens with text, holding tokens back while a character is unfinished.
+
+    The texts joined are the text of all ids together. (With a byte-fallback tokenizer that holds as long as the
+    bytes are valid UTF-8: it re-reads a whole run of bytes as broken when one is, after parts of it were shown.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []  # the ids behind the last piece of text: a decoder may strip or join at the start
+        self._held: list[int] = []  # ids after them
+        self._num_held = 0  # the last so many of `_held` were not handed out yet
+
+    def push(self, token: int) -> Iterator[Token]:
+        """Take the next id and yield what is settled: nothing within a character, else every token held."""
+        self._held.append(token)
+        self._num_held += 1
+        before = decode(self._tokenizer, self._shown)
+        piece = decode(self._tokenizer, self._shown + self._held)[len(before) :]
+        if not piece.endswith(_BROKEN):
+            yield from self._hand_out(piece)
+
+    def flush(self) -> Iterator[Token]:
+        """Yield what is still held, at the end of the text: an unfinished character stays a replacement character."""
+        if self._num_held:
+            before = decode(self._tokenizer, self._shown)
+            yield from self._hand_out(decode(self._tokenizer, self._shown + self._held)[len(before) :])
+
+    def _hand_out(self, piece: str) -> Iterator[Token]:
+        """Yield the tokens not handed out yet, the text with the last of them."""
+        tokens = self._held[len(self._held) - self._num_held :]
+        self._num_held = 0
+        if piece:
+            self._shown, self._held = self._held, []
+        for token in tokens[:-1]:
+            yield Token(token, "")
+        yield Token(tokens[-1], piece)
