@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pop_runtime.errors import ModelError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pop_export.gguf_file import load_gguf
@@ -23,6 +22,7 @@ from pop_export.tokenizer_files import (
     save_tokenizer,
     valid_token_ids,
 )
+from pop_runtime.errors import ModelError
 
 __all__ = ["Checkpoint", "TokenizerFiles", "load_checkpoint", "save_tokenizer"]
 

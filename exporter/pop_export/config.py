@@ -24,12 +24,14 @@ class ExportConfig:
     calibration_data: tuple[str, ...] = ()  # .txt, .jsonl or data set ids; empty: the built-in corpus
     calibration_samples: int = 48
     calibration_length: int = 256  # tokens per sample; the boundary between prompt and response lies at half of it
-    calibration_batch: int = 4  # samples per forward pass; changes speed and memory, never the scores
+    calibration_batch: int = 2  #  samples per forward pass; changes speed and memory, never the scores
     fisher: Literal["sampled", "empirical"] = "sampled"
     seed: int = 0
 
     prune_ratio: float = 1 / 3  # share of layers that the prefill graph leaves out
     prune_layers: str | None = None  # "20-29", "5,12-14" or "none": overrides prune_ratio
+    sink_tokens: int = 0  # tokens at the start of a sequence that run at full depth
+    boundary_tokens: int = 1  # tokens at the end of each turn that run at full depth
 
     threads: int | None = None  # None: one per visible core
 
@@ -42,5 +44,12 @@ class ExportConfig:
             raise UsageError(f"--calibration-length: expected at least 4 tokens, found {self.calibration_length}")
         if not 0 <= self.prune_ratio < 1:
             raise UsageError(f"--prune-ratio: expected 0 <= ratio < 1, found {self.prune_ratio}")
+        if self.sink_tokens < 0:
+            raise UsageError(f"--sink-tokens: expected at least 0, found {self.sink_tokens}")
+        if self.boundary_tokens < 1:
+            raise UsageError(
+                f"--boundary-tokens: expected at least 1 (the last prompt token predicts the first new one), "
+                f"found {self.boundary_tokens}"
+            )
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads: expected at least 1, found {self.threads}")

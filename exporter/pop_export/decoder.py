@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pop_runtime.errors import ModelError
 
@@ -78,3 +80,24 @@ def max_positions_of(model: nn.Module, default: int = 1 << 20) -> int:
     config = model.config.get_text_config(decoder=True)
     value = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return int(value) if value else default
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what the model's forward calls its KV cache: transformers renamed `past_key_values` to `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def largest_attention_window(model: nn.Module) -> int:
+    """Return the most tokens that any windowed layer attends to; 0 where no layer has a window."""
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "sliding_window", None) or 0)
+
+
+@contextmanager
+def last_position_head(model: PreTrainedModel) -> Iterator[None]:
+    """Let the head see the last position only, whether or not the family's forward offers `logits_to_keep`."""
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, -1:],))
+    try:
+        yield
+    finally:
+        handle.remove()

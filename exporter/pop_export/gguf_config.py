@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pop_export.quiet import first_line
-from pop_runtime.errors import ModelError
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -22,6 +20,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from pop_export.quiet import first_line
+from pop_runtime.errors import ModelError
 
 _KEYS = {
     "context_length": "max_position_embeddings",

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pop_runtime.errors import ModelError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from pop_export.gguf_config import GgufFamily, family_of, gguf_config
@@ -16,6 +15,7 @@ from pop_export.gguf_reader import GgufFile, read_gguf
 from pop_export.gguf_tokenizer import gguf_tokenizer
 from pop_export.hf_folder import first_names, refuse_incomplete
 from pop_export.quiet import first_line, quiet_transformers
+from pop_runtime.errors import ModelError
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FREQS = "rope_freqs.weight"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+
 from pop_runtime.errors import ModelError
 
 _VERSIONS = (2, 3)  # version 1 counted in 32 bits; no file in use has it

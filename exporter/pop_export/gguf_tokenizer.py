@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pop_runtime.errors import ModelError
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from pop_export.quiet import first_line
+from pop_runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
 _FIELDS = {

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pop_runtime.errors import ModelError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pop_export import multimodal
 from pop_export.quiet import first_line, quiet_transformers
+from pop_runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
 _CAUSAL_CLASSES = {

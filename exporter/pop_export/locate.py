@@ -7,9 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pop_runtime.errors import ModelError
-
 from pop_export.known_models import fetched, known_models
+from pop_runtime.errors import ModelError
 
 # the files of a hub repository that an export may need; the weights of other frameworks are left out
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "README.md"]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pop_runtime.errors import ModelError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from pop_export.quiet import first_line
+from pop_runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
 

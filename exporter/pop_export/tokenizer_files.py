@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pop_runtime.errors import ModelError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pop_export.quiet import first_line, quiet_transformers
+from pop_runtime.errors import ModelError
 
 if TYPE_CHECKING:
     from pop_export.checkpoint import Checkpoint

@@ -229,7 +229,9 @@ def test_a_bias_that_the_model_would_not_use_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["Q8_0", "F16", "BF16"])
 def test_stored_types_are_dequantised(tmp_path, kind):
     model = tiny("llama")
-    quantised = gguf.quants.quantize(gguf_tensors(model, "llama")["blk.0.ffn_down.weight"], gguf.GGMLQuantizationType[kind])
+    quantised = gguf.quants.quantize(
+        gguf_tensors(model, "llama")["blk.0.ffn_down.weight"], gguf.GGMLQuantizationType[kind]
+    )
     rounded = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType[kind])
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.copy_(torch.from_numpy(rounded))

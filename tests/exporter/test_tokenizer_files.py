@@ -42,7 +42,10 @@ def test_the_written_tokenizer_gives_the_same_ids_without_the_source(checkpoint,
     text = "Hello <turn> wörld"
     assert Tokenizer.from_file(str(folder / files.tokenizer)).encode(text).ids == checkpoint.tokenizer(text).input_ids
     again = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, add_generation_prompt=True)
-    assert again["input_ids"] == checkpoint.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert (
+        again["input_ids"]
+        == checkpoint.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    )
 
 
 # B13: the template lies in tokenizer_config.json, or in chat_template.jinja, or nowhere

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pop_runtime
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import pop_runtime
 from tests.runtime.tiny_bundle import make_bundle
 
 CHAT_TEMPLATE = (

@@ -2,11 +2,11 @@ import itertools
 from pathlib import Path
 
 import numpy as np
-import pop_runtime
 import pytest
+
+import pop_runtime
 from pop_runtime import batch
 from pop_runtime.errors import UsageError
-
 from tests.runtime.tiny_bundle import MAX_POSITIONS, make_bundle
 
 PROMPTS = [[int(token) for token in np.random.default_rng(n).integers(3, 250, n)] for n in (3, 11, 40)]

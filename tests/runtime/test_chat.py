@@ -2,13 +2,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pop_runtime
 import pytest
-from pop_runtime.chat import compile_template, render_chat, special_tokens
-from pop_runtime.errors import ModelError, UsageError
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
+import pop_runtime
+from pop_runtime.chat import compile_template, render_chat, special_tokens
+from pop_runtime.errors import ModelError, UsageError
 from tests.runtime.conftest import CHAT_TEMPLATE, byte_tokenizer_json, chat_files
 from tests.runtime.tiny_bundle import make_bundle
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pop_runtime
 import pytest
-from pop_runtime.cli import main
 
+import pop_runtime
+from pop_runtime.cli import main
 from tests.runtime.conftest import chat_files
 from tests.runtime.tiny_bundle import Twin, make_bundle, tiny_weights
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pop_runtime
 import pytest
+
+import pop_runtime
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Windows
 from pop_runtime.sequence import Sequence
-
 from tests.runtime.tiny_bundle import (
     ATOL,
     END,

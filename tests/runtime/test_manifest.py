@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from pop_runtime import manifest as module
 from pop_runtime.errors import ModelError
 from pop_runtime.manifest import (

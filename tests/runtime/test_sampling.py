@@ -4,6 +4,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
 from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.sampling import (
     Sampler,
@@ -12,12 +19,6 @@ from pop_runtime.sampling import (
     settings_in_force,
     split_mix_64,
     unknown_settings,
-)
-from transformers.generation.logits_process import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 FILE = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}

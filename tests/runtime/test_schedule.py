@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+
 from pop_runtime.manifest import Windows
 from pop_runtime.schedule import Stretch, plan_turn
 

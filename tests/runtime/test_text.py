@@ -2,10 +2,10 @@ import random
 from pathlib import Path
 
 import pytest
-from pop_runtime.errors import ModelError, UsageError
-from pop_runtime.text import TextStream, Token, decode, encode, open_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.text import TextStream, Token, decode, encode, open_tokenizer
 from tests.runtime.conftest import byte_tokenizer_json
 
 

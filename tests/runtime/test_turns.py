@@ -1,12 +1,12 @@
 """Turns on one sequence: what is fed where, and what the cache remembers."""
 
 import numpy as np
-import pop_runtime
 import pytest
+
+import pop_runtime
 from pop_runtime.errors import UsageError
 from pop_runtime.kv_cache import FULL, PRUNED
 from pop_runtime.manifest import Windows
-
 from tests.runtime.tiny_bundle import ATOL, MAX_POSITIONS, PROMPT, Twin, ids_of, tiny_weights
 
 

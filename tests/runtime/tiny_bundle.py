@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import pop_runtime
 from onnx import TensorProto, helper
+
+import pop_runtime
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
 
 L, E, H, H_KV, D, V, MAX_POSITIONS = 3, 32, 4, 2, 16, 300, 64

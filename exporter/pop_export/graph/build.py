@@ -11,7 +11,7 @@ from onnxscript.rewriter.rules.common import mul_by_1_rule
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 from transformers import DynamicCache, PreTrainedModel
 
-from pop_export.decoder import num_layers_of
+from pop_export.decoder import cache_argument, num_layers_of
 from pop_export.graph.passes.resolve_markers import resolve_markers
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
 from pop_export.graph.trace import trace_decode_graph
@@ -29,7 +29,7 @@ def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
     """
     cache = DynamicCache()
     with torch.no_grad():
-        model(input_ids=torch.full((1, 3), 3), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.full((1, 3), 3), use_cache=True, **{cache_argument(model): cache})
     num_layers = num_layers_of(model)
     kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     if len(kept) != num_layers:

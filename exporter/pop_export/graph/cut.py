@@ -50,7 +50,9 @@ def _attention_of(model: ir.Model, layer: int) -> ir.Node:
             node = value.producer()
             if node is not None and node.op_type == "GroupQueryAttention":
                 return node
-    raise ModelError(f"decode graph, layer {layer}: expected one attention node writing present.{layer}.key, found none")
+    raise ModelError(
+        f"decode graph, layer {layer}: expected one attention node writing present.{layer}.key, found none"
+    )
 
 
 def _write_kv_without_attention(model: ir.Model, layer: int) -> None:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
-from pop_export.decoder import decoder_layers, layer_input
+from pop_export.decoder import cache_argument, decoder_layers, last_position_head, layer_input
 from pop_runtime.manifest import KvLayer
 
 OPSET = 24
@@ -118,15 +118,16 @@ class _DecodeForward(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         global _current
         S = input_ids.shape[1]
-        total = symbolic("Shape", (attention_mask,), attrs={"start": 1, "end": 2}, dtype=torch.int64, shape=(1,), version=24)
+        total = symbolic(
+            "Shape", (attention_mask,), attrs={"start": 1, "end": 2}, dtype=torch.int64, shape=(1,), version=OPSET
+        )  # [1]
         past_lengths = _mark(attention_mask.sum(1) - S, "past_lengths")  # [B]
         pairs = list(zip(past[0::2], past[1::2], strict=True))
         _current = _Trace(pairs, past_lengths, total.to(torch.int32).reshape(()))
         try:
             positions = past_lengths[:, None] + torch.arange(S)[None]  # [B, S]
-            out = self.model(
-                input_ids=input_ids, position_ids=positions, past_key_values=_GraphCache(), use_cache=True
-            )
+            cache = {cache_argument(self.model): _GraphCache()}
+            out = self.model(input_ids=input_ids, position_ids=positions, use_cache=True, **cache)
             present = [buffer for layer in range(len(pairs)) for buffer in _current.present[layer]]
         finally:
             _current = None
@@ -160,16 +161,6 @@ def _mark_output(layer: int) -> Any:
     return hook
 
 
-@contextmanager
-def _last_position_head(model: PreTrainedModel) -> Iterator[None]:
-    """Let the head see the last position only, whether or not the family's forward offers `logits_to_keep`."""
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, -1:],))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def trace_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -> ir.Model:
     """Return the full model as an ONNX graph in which markers still stand.
 
@@ -187,7 +178,7 @@ def trace_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -
     names = [f"{layer}.{part}" for layer in range(len(kv_layers)) for part in ("key", "value")]
     model.set_attn_implementation(ATTENTION)
     try:
-        with _quiet(), torch.no_grad(), _marked_layers(model), _last_position_head(model):
+        with _quiet(), torch.no_grad(), _marked_layers(model), last_position_head(model):
             program = torch.onnx.export(
                 _DecodeForward(model),
                 (torch.full((2, 7), 3), torch.ones(2, 10, dtype=torch.int64), *past),

@@ -76,7 +76,7 @@ class Sequence:
         chosen = (windows or self._manifest.windows) if prefill == "pop" else None
         for stretch in plan_turn(len(self), len(ids), chosen, self._chunk_tokens):
             piece = ids[stretch.start : stretch.stop]
-            self._feed(piece, stretch.stage)
+            self.feed(piece, stretch.stage)
             self.token_ids.extend(piece)
         return self._decode.logits()[0]
 
@@ -93,7 +93,7 @@ class Sequence:
     def step(self) -> np.ndarray:
         """Feed the accepted token through the full graph and return the logits after it, [V] float32."""
         assert self.num_cached == len(self) - 1
-        self._feed(self.token_ids[-1:], "decode")
+        self.feed(self.token_ids[-1:], "decode")
         return self._decode.logits()[0]
 
     def _check_room(self, num_new: int) -> None:
@@ -104,13 +104,24 @@ class Sequence:
                 f"sequence: expected at most {self.capacity} tokens, found {total}; make a larger sequence"
             )
 
-    def _feed(self, ids: Ids[int], stage: Stage) -> None:
-        """Run one stretch, then count its tokens: after a failure the sequence is what it was before the stretch."""
+    def feed(self, ids: Ids[int], stage: Stage) -> np.ndarray | None:
+        """Run one stretch through the graph of its stage: what `append` and `step` are made of.
+
+        Its tokens count only once the run is over: after a failure the sequence is what it was before.
+
+        Args:
+            ids: the next tokens, checked and with room for them.
+            stage: "prefill" or "decode".
+
+        Returns:
+            Logits of the last token, [V] float32; None from the prefill graph.
+        """
         stop = self.num_cached + len(ids)
         graph = self._prefill if stage == "prefill" else self._decode
         graph.run(np.array([ids], np.int64), np.array([stop], np.int64))
         self.cache.depth[0, self.num_cached : stop] = PRUNED if stage == "prefill" else FULL
         self.num_cached = stop
+        return None if stage == "prefill" else graph.logits()[0]
 
 
 def check_prefill(prefill: str) -> None:

@@ -1,0 +1,117 @@
+"""Write a bundle: into a temporary sibling first, and under its name only when it is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.manifest import MANIFEST_NAME, Manifest
+
+INLINE_BYTES = 1024  # smaller constants stay in the graph, where ONNX Runtime folds shapes with them
+ALIGNMENT_BYTES = 4096  # a page: each weight can be mapped by itself
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A finished export."""
+
+    folder: Path
+    manifest: Manifest
+    report: dict[str, Any]  # what report.json holds
+
+
+def check_target(out: Path, force: bool) -> None:
+    """Refuse a target that would destroy something, before any work is done.
+
+    Raises:
+        UsageError: `out` is a file, a folder of something else, or a bundle and `force` is not given.
+    """
+    if out.is_file() or (out.is_symlink() and not out.exists()):
+        raise UsageError(f"--out {out}: expected a folder to make, found a file; choose another name")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not (out / MANIFEST_NAME).is_file():
+        raise UsageError(f"--out {out}: expected a bundle or nothing, found a folder with other files; choose another")
+    if not force:
+        raise UsageError(f"--out {out}: a bundle is already there; pass --force to replace it")
+
+
+@contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty sibling of `out` to fill; it takes the name `out` if the block ends well, and else is removed.
+
+    What an earlier run left behind when it was killed is removed first.
+
+    Raises:
+        ModelError: the disk is full or cannot be written.
+    """
+    out = Path(os.path.abspath(out))
+    staging = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(out)
+        staging.mkdir()
+        yield staging
+        _replace(out, staging)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise ModelError(f"{error.filename or out}: cannot write the bundle: {reason}; nothing was changed") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_leftovers(out: Path) -> None:
+    for folder in out.parent.glob(f".{out.name}.partial-*"):
+        pid = folder.name.rpartition("-")[2]
+        if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(out: Path, staging: Path) -> None:
+    """Put `staging` in the place of `out`, whose old content is deleted only then."""
+    if not out.exists():
+        staging.rename(out)
+        return
+    target = out.resolve()  # a link to a bundle keeps pointing to the new one
+    old = target.parent / f".{target.name}.partial-old-{os.getpid()}"
+    target.rename(old)
+    try:
+        staging.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old)
+
+
+def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> None:
+    """Write several graphs over one file of weights; a weight of the same name is written once.
+
+    Args:
+        folder: where.
+        graphs: by file name; changed in place: their weights point to the file afterwards.
+        weights: file name of the weights.
+    """
+    shared: dict[str, ir.TensorProtocol] = {}
+    for model in graphs.values():
+        for name, value in model.graph.initializers.items():
+            assert value.const_value is not None
+            if value.const_value.nbytes > INLINE_BYTES:
+                shared.setdefault(name, value.const_value)
+    written = ir.external_data.convert_tensors_to_external(
+        list(shared.values()), folder, weights, alignment=ALIGNMENT_BYTES, align_threshold=INLINE_BYTES
+    )
+    external = dict(zip(shared, written, strict=True))
+    for file_name, model in graphs.items():
+        for name, value in model.graph.initializers.items():
+            if name in external:
+                value.const_value = external[name]
+        ir.save(model, folder / file_name)

@@ -1,0 +1,120 @@
+"""`pop-export`: arguments in, a bundle and one summary out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pop_export.config import ExportConfig
+from pop_runtime.errors import PopError
+
+EXAMPLES = """\
+examples:
+  pop-export --model smollm2-135m --out out/smollm2            the default model; no account, no hub
+  pop-export --model ./my-llama --out out/llama --prune-ratio 0.25
+  pop-export --model model.gguf --out out/m --prune-layers 20-29
+  pop-export --model ./m --out out/m --calibration-data notes.txt chats.jsonl
+  pop-export --model ./m --out out/m2 --calibration out/m/calibration.json --prune-layers none
+
+exit codes: 0 done, 2 usage, 3 model or bundle, 4 backend or device, 5 a parity or quality gate failed
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; defaults are those of `ExportConfig`."""
+    defaults = {name: field.default for name, field in ExportConfig.__dataclass_fields__.items()}
+    parser = argparse.ArgumentParser(
+        prog="pop-export",
+        description="Export a decoder language model as a pruned prefill graph and a full decode graph over one set "
+        "of weights. The layers that the prompt does not need are found by calibration.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="X", help="a Hugging Face id or folder, a .gguf file, or a known name: "
+        "smollm2-135m, gemma3-270m")  # fmt: skip
+    add("--out", required=True, type=Path, metavar="DIR", help="the bundle to make")
+    add("--force", action="store_true", help="replace the bundle that is already there")
+    add("--json", action="store_true", help="end stdout with one JSON object: what report.json holds")
+    add("--threads", type=int, metavar="N", help="threads to use (default: one per visible core)")
+
+    source = parser.add_argument_group("checkpoint")
+    add = source.add_argument
+    add("--offline", action="store_true", help="never touch the network")
+    add("--trust-remote-code", action="store_true", help="run Python code that lies in the model's folder")
+    add("--allow-pickle", action="store_true", help="read weights from pickle files")
+
+    calibration = parser.add_argument_group("calibration")
+    add = calibration.add_argument
+    add("--calibration", type=Path, metavar="FILE", help="reuse this calibration.json of the same model")
+    add("--calibration-data", nargs="+", default=(), metavar="DATA",
+        help=".txt, .jsonl (\"text\" or chat \"messages\") or data set ids (default: documentation text that ships "
+        "with Python)")  # fmt: skip
+    add("--calibration-samples", type=int, metavar="N", help="windows of text (default %(default)s)")
+    add("--calibration-length", type=int, metavar="N", help="tokens per window (default %(default)s)")
+    add("--fisher", choices=("sampled", "empirical"),
+        help="targets sampled from the model, as in the paper, or the true next tokens (default %(default)s)")  # fmt: skip
+    add("--seed", type=int, help="of everything drawn at random (default %(default)s)")
+
+    plan = parser.add_argument_group("which layers the prompt skips")
+    add = plan.add_argument
+    add("--prune-ratio", type=float, metavar="R",
+        help="share of the layers, the least important first (default 1/3)")  # fmt: skip
+    add("--prune-layers", metavar="LIST", help='these layers instead: "20-29", "5,12-14" or "none"')
+    add("--sink-tokens", type=int, metavar="N",
+        help="first tokens of a sequence that run at full depth (default %(default)s)")  # fmt: skip
+    add("--boundary-tokens", type=int, metavar="N",
+        help="last tokens of each prompt that run at full depth (default %(default)s)")  # fmt: skip
+    parser.set_defaults(**{name: defaults[name] for name in defaults if name not in ("model", "out")})
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = vars(parser().parse_args(argv))
+    as_json = arguments.pop("json")
+    logging.basicConfig(level=logging.WARNING, format="pop-export: warning: %(message)s")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        config = ExportConfig(**{**arguments, "calibration_data": tuple(arguments["calibration_data"])})
+        from pop_export.pipeline import export  # torch takes seconds to import: not for --help or a typing error
+
+        bundle = export(config)
+    except PopError as error:
+        print(f"pop-export: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("pop-export: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print(json.dumps(bundle.report) if as_json else summary(bundle.folder, bundle.report))
+    return 0
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def summary(folder: Path, report: dict[str, Any]) -> str:
+    """Return what a person wants to know of a finished export."""
+    plan, speed, checks = report["plan"], report["speed"], report["verification"]["checks"]
+    worst = max(check["largest_difference"] for check in checks)
+    return "\n".join(
+        (
+            f"{folder}: {len(plan['skipped_layers'])} of {plan['num_layers']} layers skipped in prefill: "
+            f"{', '.join(map(str, plan['skipped_layers'])) or 'none'}",
+            f"prefill of {speed['num_prompt_tokens']} tokens: {speed['full_prefill_ms']:.0f} ms full, "
+            f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x",
+            f"verified: logits within {worst:.1g} of PyTorch in {len(checks)} comparisons",
+            f'try it: pop-run {folder} --prompt "Explain in two sentences why the sky is blue."',
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The order of an export, once: each stage is one function in one file, and its result feeds the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pop_export.bundle import Bundle, check_target, save_graphs, staged_folder
+from pop_export.calibration.calibrate import calibrate
+from pop_export.calibration.corpus import Samples, calibration_samples
+from pop_export.calibration.record import Calibration, read_calibration, write_calibration
+from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
+from pop_export.config import ExportConfig
+from pop_export.decoder import max_positions_of, num_layers_of
+from pop_export.graph.build import build_decode_graph, kv_layout
+from pop_export.graph.cut import cut_prefill_graph
+from pop_export.layer_plan import choose_layers
+from pop_export.reference import PrefillPlan
+from pop_export.report import build_report, write_report
+from pop_export.speed import measure_speed
+from pop_export.verify import NUM_STEPS, prompt_length, require_passed, verify, verify_last_layer
+from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
+
+TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
+
+
+@dataclass
+class _Stopwatch:
+    """Seconds of each stage, announced on stderr as they begin."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str, what: str) -> Iterator[None]:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - started, 2)
+
+
+def export(config: ExportConfig) -> Bundle:
+    """Export a model as `config` says and return the finished bundle.
+
+    Raises:
+        UsageError: the settings contradict the model or the target.
+        ModelError: the checkpoint is not fit for export, or the bundle cannot be written.
+        GateError: what was built differs from PyTorch beyond tolerance; nothing is written.
+    """
+    check_target(config.out, config.force)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    watch = _Stopwatch()
+    with watch.stage("load", f"loading {config.model}"):
+        checkpoint = load_checkpoint(
+            config.model,
+            offline=config.offline,
+            trust_remote_code=config.trust_remote_code,
+            allow_pickle=config.allow_pickle,
+        )
+        kv_layers = kv_layout(checkpoint.model)
+    with watch.stage("calibrate", "calibrating"):
+        samples = _samples(config, checkpoint)
+        calibration = _calibration(config, checkpoint, samples)
+    skipped = choose_layers(
+        calibration.prefill.importance,
+        prune_ratio=config.prune_ratio,
+        prune_layers=config.prune_layers,
+        num_layers=num_layers_of(checkpoint.model),
+    )
+    with watch.stage("build", "building the graphs"):
+        decode = build_decode_graph(checkpoint.model, kv_layers)
+        prefill = cut_prefill_graph(decode, skipped)
+    with staged_folder(config.out) as folder:
+        manifest = _manifest(config, checkpoint, kv_layers, skipped)
+        with watch.stage("write", "writing graphs and weights"):
+            save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
+        with watch.stage("verify", "verifying against PyTorch"):
+            text = _verification_text(checkpoint, samples)
+            plan = PrefillPlan(frozenset(skipped))
+            verification = verify(folder, manifest, checkpoint.model, plan, text, config.threads)
+            last_layer = verify_last_layer(folder, manifest, decode, checkpoint.model, text, config.threads)
+            require_passed([*verification.checks, last_layer])
+        with watch.stage("measure", "measuring speed"):
+            speed = measure_speed(folder, manifest, config.threads)
+        report = build_report(
+            config, checkpoint, calibration, manifest, verification, last_layer, speed, folder, watch.seconds
+        )
+        manifest = _finish(folder, manifest, checkpoint, calibration, report)
+    return Bundle(config.out, manifest, report)
+
+
+def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
+    """Return the calibration text as token windows, no longer than the model allows."""
+    return calibration_samples(
+        checkpoint.tokenizer,
+        data=config.calibration_data,
+        num_samples=config.calibration_samples,
+        length=min(config.calibration_length, max_positions_of(checkpoint.model)),
+        seed=config.seed,
+        num_held_out=NUM_HELD_OUT,
+        offline=config.offline,
+    )
+
+
+def _calibration(config: ExportConfig, checkpoint: Checkpoint, samples: Samples) -> Calibration:
+    """Return the saved calibration that was asked for, or a new one."""
+    if config.calibration is not None:
+        return read_calibration(
+            config.calibration,
+            num_layers=num_layers_of(checkpoint.model),
+            model_sha256=checkpoint.source["sha256"],
+        )
+    return calibrate(
+        checkpoint.model,
+        samples,
+        model_name=checkpoint.source["name"],
+        model_sha256=checkpoint.source["sha256"],
+        length=config.calibration_length,
+        fisher=config.fisher,
+        seed=config.seed,
+        batch_size=config.calibration_batch,
+    )
+
+
+def _verification_text(checkpoint: Checkpoint, samples: Samples) -> list[int]:
+    """Return token ids to verify with: kept-aside text, repeated where there is too little of it."""
+    text = np.concatenate(samples.held_out or samples.ids)
+    return np.resize(text, prompt_length(checkpoint.model) + NUM_STEPS).tolist()
+
+
+def _manifest(
+    config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], skipped: tuple[int, ...]
+) -> Manifest:
+    """Return the manifest as far as it is known before the files exist."""
+    model = checkpoint.model
+    return Manifest(
+        model=checkpoint.source,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        max_positions=max_positions_of(model),
+        plan=Plan(len(kv_layers), skipped, chosen_by="gates" if config.prune_layers is None else "user"),
+        windows=Windows(config.sink_tokens, config.boundary_tokens),
+        kv_dtype="float32",
+        kv_layers=kv_layers,
+        precision="fp32",
+        eos_token_ids=checkpoint.eos_token_ids,
+        bos_token_id=checkpoint.bos_token_id,
+        pad_token_id=checkpoint.pad_token_id,
+        tokenizer=None,
+        chat_template=None,
+        generation_config=None,
+        tools={tool: importlib.metadata.version(tool) for tool in TOOLS},
+    )
+
+
+def _finish(
+    folder: Path, manifest: Manifest, checkpoint: Checkpoint, calibration: Calibration, report: dict[str, object]
+) -> Manifest:
+    """Write everything beside graphs and weights, the manifest last, and return it complete."""
+    written = save_tokenizer(checkpoint, folder)
+    write_calibration(folder / "calibration.json", calibration)
+    write_report(folder / "report.json", report)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    complete = dataclasses.replace(
+        manifest,
+        tokenizer=written.tokenizer,
+        chat_template=written.chat_template,
+        generation_config=written.generation_config,
+        tokenizer_config="tokenizer_config.json" if "tokenizer_config.json" in names else None,
+        files=describe_files(folder, names),
+    )
+    write_manifest(folder, complete)
+    return complete

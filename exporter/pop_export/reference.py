@@ -1,0 +1,83 @@
+"""The slow, obvious twin of a bundle: the same plan in plain PyTorch, by the family's own code.
+
+Prefill runs the whole model, but a skipped layer's result is dropped and its input passed on, so nothing of it remains
+but the K and V it wrote to the cache. Decode is the model as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from pop_export.decoder import cache_argument, last_position_head, replaced_outputs
+from pop_runtime.schedule import Stretch
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """How prefill differs from the full model."""
+
+    skipped_layers: frozenset[int]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # parameter name -> its value in prefill
+
+
+class Reference:
+    """The full model and its pruned prefill over one cache, of batch 1.
+
+    Args:
+        model: causal LM; unchanged while the reference is not running.
+        plan: what prefill leaves out.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: PrefillPlan) -> None:
+        self._model, self._plan = model, plan
+        self.cache = DynamicCache(config=model.config)
+        self.num_cached = 0
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor, stage: str) -> Tensor:
+        """Feed new tokens in one stage and return the logits of the last one, [V].
+
+        The logits of a prefill stage come from a pruned pass: the runtime never reads them.
+
+        Args:
+            ids: [S] int64.
+            stage: "prefill" or "decode".
+        """
+        kwargs = {cache_argument(self._model): self.cache, "use_cache": True}
+        positions = torch.arange(self.num_cached, self.num_cached + len(ids))[None]  # [1, S]
+        with pruned(self._model, self._plan) if stage == "prefill" else nullcontext(), last_position_head(self._model):
+            logits = self._model(input_ids=ids[None], position_ids=positions, **kwargs).logits  # [1, 1, V]
+        self.num_cached += len(ids)
+        return logits[0, -1]
+
+    def feed_stretches(self, ids: Tensor, stretches: Iterable[Stretch]) -> Tensor:
+        """Feed a turn's tokens as the schedule says and return the logits after the last stretch, [V]."""
+        logits = torch.empty(0)
+        for stretch in stretches:
+            logits = self.feed(ids[stretch.start : stretch.stop], stretch.stage)
+        return logits
+
+
+@contextmanager
+def pruned(model: PreTrainedModel, plan: PrefillPlan) -> Iterator[None]:
+    """Make the model compute the pruned prefill while the context is open."""
+
+    def skip(layer: int, entered: Tensor, left: Tensor) -> Tensor:
+        return entered if layer in plan.skipped_layers else left
+
+    parameters = dict(model.named_parameters())
+    originals = {name: parameters[name].data for name in plan.weights}
+    try:
+        for name, weight in plan.weights.items():
+            parameters[name].data = weight
+        with replaced_outputs(model, skip):
+            yield
+    finally:
+        for name, original in originals.items():
+            parameters[name].data = original

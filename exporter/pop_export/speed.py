@@ -1,0 +1,66 @@
+"""Measure what pruning gains: full against pruned prefill of one bundle, in one run, taking turns."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pop_runtime.kv_cache import allocate_cache
+from pop_runtime.manifest import Manifest
+from pop_runtime.schedule import Stage
+from pop_runtime.sequence import Sequence
+from pop_runtime.sessions import open_pair
+
+PROMPT_TOKENS = 1024
+ROUNDS = 3
+DECODE_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over rounds in which full and pruned take turns, so that a drifting machine touches both alike."""
+
+    num_prompt_tokens: int
+    num_rounds: int
+    threads: int
+    full_prefill_ms: float  # decode graph over the prompt; its head sees the last position only
+    pruned_prefill_ms: float
+    prefill_speedup: float  # full / pruned
+    decode_ms_per_token: float
+
+
+def measure_speed(folder: Path, manifest: Manifest, threads: int | None, rounds: int = ROUNDS) -> Speed:
+    """Return prefill times of both graphs at `PROMPT_TOKENS` (or as many as the model takes), and decode time.
+
+    Prompts are random ids, each fed in one piece into an empty cache. The first round is a warm-up and not counted.
+    """
+    sessions = open_pair(folder, manifest, threads)
+    num_tokens = max(1, min(PROMPT_TOKENS, manifest.max_positions - DECODE_STEPS))
+    cache = allocate_cache(manifest, 1, num_tokens + DECODE_STEPS)
+    ids = np.random.default_rng(0).integers(0, manifest.vocab_size, num_tokens).tolist()
+    times: dict[Stage, list[float]] = {"decode": [], "prefill": []}
+    for _ in range(rounds + 1):
+        for stage, of_stage in times.items():
+            of_stage.append(_seconds(Sequence(sessions, cache), ids, stage))
+    sequence = Sequence(sessions, cache)
+    sequence.feed(ids, "decode")
+    steps = [_seconds(sequence, [0], "decode") for _ in range(DECODE_STEPS)]
+    full, pruned = (float(np.median(times[stage][1:])) for stage in ("decode", "prefill"))
+    return Speed(
+        num_prompt_tokens=num_tokens,
+        num_rounds=rounds,
+        threads=sessions.threads,
+        full_prefill_ms=full * 1e3,
+        pruned_prefill_ms=pruned * 1e3,
+        prefill_speedup=full / pruned,
+        decode_ms_per_token=float(np.median(steps[1:])) * 1e3,
+    )
+
+
+def _seconds(sequence: Sequence, ids: list[int], stage: Stage) -> float:
+    started = time.perf_counter()
+    sequence.feed(ids, stage)
+    return time.perf_counter() - started

@@ -1,0 +1,155 @@
+"""Prove a bundle before it is handed out: what its graphs compute against plain PyTorch, whole and in uneven pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from transformers import PreTrainedModel
+
+from pop_export.decoder import largest_attention_window, max_positions_of
+from pop_export.graph.cut import cut_prefill_graph
+from pop_export.reference import PrefillPlan, Reference
+from pop_runtime import sequence as runtime_sequence
+from pop_runtime.errors import GateError
+from pop_runtime.kv_cache import allocate_cache
+from pop_runtime.manifest import Manifest
+from pop_runtime.schedule import Stage, Stretch
+from pop_runtime.sessions import open_pair
+
+NUM_STEPS = 8  # single tokens fed after the prompt
+MIN_PROMPT_TOKENS = 96
+MAX_PROMPT_TOKENS = 1100  # eager attention needs H * S * S floats a layer
+# Largest logit difference over the largest logit. fp32 leaves 1e-5 to 1e-4 between two orders of summation.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: the largest absolute difference over all logits of the prompt's last token and the steps after."""
+
+    name: str
+    largest_difference: float
+    largest_logit: float
+    tolerance: float  # times largest_logit
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is a number and within tolerance."""
+        return bool(self.largest_difference <= self.tolerance * self.largest_logit)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All comparisons of one bundle."""
+
+    num_prompt_tokens: int
+    num_steps: int
+    checks: tuple[Check, ...]
+
+
+def prompt_length(model: PreTrainedModel) -> int:
+    """Return how many prompt tokens to verify with: beyond the attention window where there is one, if affordable."""
+    window = largest_attention_window(model)
+    wanted = max(MIN_PROMPT_TOKENS, int(1.37 * window) if window <= MAX_PROMPT_TOKENS / 1.37 else 0)
+    return max(3, min(wanted, max_positions_of(model) - NUM_STEPS))
+
+
+def uneven_pieces(num_tokens: int, stage: Stage) -> list[Stretch]:
+    """Return the tokens as uneven stretches of one stage: one of a single token among them if there are enough."""
+    cuts = [0, num_tokens * 13 // 40, num_tokens * 13 // 40 + 1, num_tokens]
+    bounds = sorted({min(cut, num_tokens) for cut in cuts})
+    return [Stretch(start, stop, stage) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def verify(
+    folder: Path, manifest: Manifest, model: PreTrainedModel, plan: PrefillPlan, ids: Sequence[int], threads: int | None
+) -> Verification:
+    """Return the comparisons of the bundle in `folder` with PyTorch.
+
+    Args:
+        folder: holds the two graphs and the weights; no other file is read.
+        manifest: of that bundle.
+        model: what it was exported from.
+        plan: what its prefill graph leaves out.
+        ids: text to verify on, `prompt_length(model)` + NUM_STEPS tokens.
+        threads: of ONNX Runtime.
+    """
+    sessions = open_pair(folder, manifest, threads)
+    num_prompt = len(ids) - NUM_STEPS
+    last = [Stretch(num_prompt - 1, num_prompt, "decode")]
+    steps = [Stretch(at, at + 1, "decode") for at in range(num_prompt, len(ids))]
+    schedules: dict[str, tuple[list[Stretch], bool]] = {
+        "decode graph, prompt whole": ([Stretch(0, num_prompt, "decode")], False),
+        "decode graph, prompt in uneven pieces": (uneven_pieces(num_prompt, "decode"), False),
+        "pair, prompt whole": ([Stretch(0, num_prompt - 1, "prefill"), *last], True),
+        "pair, prompt in uneven pieces": ([*uneven_pieces(num_prompt - 1, "prefill"), *last], True),
+    }
+    full = _reference_logits(model, plan, ids, [Stretch(0, num_prompt, "decode"), *steps])
+    pair = _reference_logits(model, plan, ids, [Stretch(0, num_prompt - 1, "prefill"), *last, *steps])
+    checks = []
+    for name, (stretches, is_pair) in schedules.items():
+        sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
+        found = _bundle_logits(sequence, ids, [*stretches, *steps])
+        checks.append(_compare(name, found, pair if is_pair else full, TOLERANCE[manifest.kv_dtype]))
+    return Verification(num_prompt, len(steps), tuple(checks))
+
+
+def verify_last_layer(
+    folder: Path, manifest: Manifest, decode: ir.Model, model: PreTrainedModel, ids: Sequence[int], threads: int | None
+) -> Check:
+    """Return how far a prefill that skips only the last layer is from the full model: nothing should be lost.
+
+    Nothing reads what the last layer leaves at prompt positions, so this holds for any model; it tests the cutting,
+    the cache and the hand-over between the graphs, whatever the plan is.
+    """
+    last_layer = len(manifest.kv_layers) - 1
+    name = "last-layer-check.onnx"
+    ir.save(cut_prefill_graph(decode, {last_layer}), folder / name)
+    try:
+        sessions = open_pair(folder, dataclasses.replace(manifest, prefill_graph=name), threads)
+    finally:
+        (folder / name).unlink()
+    num_prompt = len(ids) - NUM_STEPS
+    steps = [Stretch(at, at + 1, "decode") for at in range(num_prompt, len(ids))]
+    pruned_prompt = [Stretch(0, num_prompt - 1, "prefill"), Stretch(num_prompt - 1, num_prompt, "decode")]
+    full = _reference_logits(model, PrefillPlan(frozenset()), ids, [Stretch(0, num_prompt, "decode"), *steps])
+    sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
+    found = _bundle_logits(sequence, ids, [*pruned_prompt, *steps])
+    return _compare("only the last layer skipped, against the full model", found, full, TOLERANCE[manifest.kv_dtype])
+
+
+def require_passed(checks: Iterable[Check]) -> None:
+    """Raise GateError with the first comparison beyond tolerance, if there is one."""
+    for check in checks:
+        if not check.passed:
+            raise GateError(
+                f"verification, {check.name}: expected logits within {check.tolerance:g} x {check.largest_logit:.3g} of "
+                f"PyTorch, found {check.largest_difference:.3g}; no bundle was written"
+            )
+
+
+def _reference_logits(
+    model: PreTrainedModel, plan: PrefillPlan, ids: Sequence[int], stretches: Sequence[Stretch]
+) -> np.ndarray:
+    """Return the logits after the prompt and after each step, [1 + NUM_STEPS, V]."""
+    reference, tokens = Reference(model, plan), torch.tensor(ids)
+    rows = [reference.feed(tokens[stretch.start : stretch.stop], stretch.stage) for stretch in stretches]
+    return torch.stack(rows[-1 - NUM_STEPS :]).float().numpy()
+
+
+def _bundle_logits(sequence: runtime_sequence.Sequence, ids: Sequence[int], stretches: Sequence[Stretch]) -> np.ndarray:
+    """Return the same from the bundle's graphs."""
+    rows = [sequence.feed(ids[stretch.start : stretch.stop], stretch.stage) for stretch in stretches]
+    return np.stack([row for row in rows[-1 - NUM_STEPS :] if row is not None])
+
+
+def _compare(name: str, found: np.ndarray, wanted: np.ndarray, tolerance: float) -> Check:
+    difference = np.abs(found - wanted)
+    largest = float(difference.max()) if np.isfinite(difference).all() else float("nan")
+    return Check(name, largest, float(np.abs(wanted).max()), tolerance)
