@@ -22,26 +22,22 @@ def cut_prefill_graph(decode: ir.Model, skipped_layers: Iterable[int]) -> ir.Mod
     """
     model = decode.clone()
     graph = model.graph
-    _drop_outputs(graph, keep=lambda name: name.startswith("present."))
+    buffers = [value for value in graph.outputs if value.name and value.name.startswith("present.")]
+    graph.outputs.clear()
+    graph.outputs.extend(buffers)
     skipped = sorted(set(skipped_layers))
-    for layer in skipped:
+    # Deepest first: of two neighbours the deeper one then hands on a value that the other replaces in its turn.
+    for layer in reversed(skipped):
         output, entered = marked_value(model, f"layers.{layer}.output"), marked_value(model, f"layers.{layer}.input")
         ir.convenience.replace_all_uses_with(output, entered)
         _write_kv_without_attention(model, layer)
     common_passes.RemoveUnusedNodesPass()(model)
-    num_layers = sum(value.name is not None and value.name.endswith(".key") for value in graph.outputs)
-    for layer in range(num_layers):
+    for layer in range(len(buffers) // 2):
         if layer not in skipped and _attention_of(model, layer).outputs[0].uses() == ():
             _write_kv_without_attention(model, layer)
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     return model
-
-
-def _drop_outputs(graph: ir.Graph, keep: object) -> None:
-    kept = [value for value in graph.outputs if keep(value.name)]  # type: ignore[operator]
-    graph.outputs.clear()
-    graph.outputs.extend(kept)
 
 
 def _attention_of(model: ir.Model, layer: int) -> ir.Node:
