@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pop_export.quiet import first_line
 from pop_runtime.errors import ModelError
 from transformers import (
     Gemma2Config,
@@ -22,6 +21,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from pop_export.quiet import first_line
 
 _KEYS = {
     "context_length": "max_position_embeddings",

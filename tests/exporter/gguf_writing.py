@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import torch
 import transformers
-
 from pop_export.gguf_config import FAMILIES
+
 from tests.tiny_models import byte_tokenizer
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
@@ -85,7 +85,9 @@ def write_gguf(
         stored: tensors already quantised, with their type.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    values = {f"{architecture}.{key}": value for key, value in {**metadata_of(model, architecture), **(extra or {})}.items()}
+    values = {
+        f"{architecture}.{key}": value for key, value in {**metadata_of(model, architecture), **(extra or {})}.items()
+    }
     values.update({f"tokenizer.{key}": value for key, value in {**byte_vocabulary(), **(tokenizer or {})}.items()})
     values["general.license"] = "apache-2.0"
     for key, value in values.items():

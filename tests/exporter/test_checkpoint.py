@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 import transformers
-from transformers import AutoTokenizer
-
 from pop_export.checkpoint import load_checkpoint
 from pop_export.known_models import sha256_of
+from transformers import AutoTokenizer
+
 from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 IDS = torch.tensor([[72, 101, 108, 108, 111]])
@@ -193,7 +193,9 @@ def test_a_pickle_of_tensors_is_loaded_when_allowed(copy):
 def test_safetensors_are_preferred_to_a_pickle(copy):
     (copy / "pytorch_model.bin").write_bytes(b"not read")
     for allow_pickle in (False, True):
-        assert load_checkpoint(str(copy), allow_pickle=allow_pickle).source["sha256"] == sha256_of(copy / "model.safetensors")
+        assert load_checkpoint(str(copy), allow_pickle=allow_pickle).source["sha256"] == sha256_of(
+            copy / "model.safetensors"
+        )
 
 
 def test_allowed_code_of_the_folder_runs(copy, tmp_path, monkeypatch):
@@ -209,4 +211,6 @@ def test_allowed_code_of_the_folder_runs(copy, tmp_path, monkeypatch):
 
 def test_the_loaded_tokenizer_equals_what_transformers_loads(folder):
     text = "Hello <turn> wörld 日本"
-    assert load_checkpoint(str(folder)).tokenizer(text).input_ids == AutoTokenizer.from_pretrained(folder)(text).input_ids
+    assert (
+        load_checkpoint(str(folder)).tokenizer(text).input_ids == AutoTokenizer.from_pretrained(folder)(text).input_ids
+    )

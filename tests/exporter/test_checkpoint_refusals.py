@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-
 from pop_export.checkpoint import load_checkpoint
 from pop_runtime.errors import ModelError
+from safetensors.torch import load_file, save_file
+
 from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 
@@ -222,7 +222,9 @@ def test_code_of_the_model_folder_never_runs_unasked(copy, tmp_path):
 def test_code_of_the_tokenizer_never_runs_unasked(copy, tmp_path):
     (copy / "tokenization_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     edit_json(
-        copy / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]}
+        copy / "tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": ["tokenization_own.Own", None]},
     )
     refused(copy, "tokenizer_config.json: .*--trust-remote-code")
     assert not (tmp_path / "ran").exists()

@@ -5,11 +5,11 @@ import json
 import shutil
 
 import pytest
+from pop_export.checkpoint import load_checkpoint, save_tokenizer
+from pop_runtime.errors import ModelError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pop_export.checkpoint import load_checkpoint, save_tokenizer
-from pop_runtime.errors import ModelError
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, save_checkpoint
 
 MESSAGES = [
@@ -42,7 +42,10 @@ def test_the_written_tokenizer_gives_the_same_ids_without_the_source(checkpoint,
     text = "Hello <turn> wörld"
     assert Tokenizer.from_file(str(folder / files.tokenizer)).encode(text).ids == checkpoint.tokenizer(text).input_ids
     again = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, add_generation_prompt=True)
-    assert again["input_ids"] == checkpoint.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert (
+        again["input_ids"]
+        == checkpoint.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    )
 
 
 # B13: the template lies in tokenizer_config.json, or in chat_template.jinja, or nowhere
