@@ -178,8 +178,8 @@ def test_the_old_linear_scaling_key_is_applied_and_type_none_means_none(tmp_path
         ({"rope.dimension_count": 8}, "llama.rope.dimension_count: expected the head size 16, found 8"),
         ({"attention.value_length": 8}, "llama.attention.value_length"),
         ({"vocab_size": 299}, "llama.vocab_size: expected 300"),
-        ({"context_length": None}, "llama.context_length: expected this key"),
-        ({"attention.head_count_kv": [2, 2, 2, 2, 2]}, "found 5"),
+        ({"context_length": None}, "llama.context_length: expected a value above 0, found none"),
+        ({"attention.head_count_kv": [2, 2, 2, 2, 2]}, "llama.attention.head_count_kv: .* found 5"),
     ],
 )  # fmt: skip
 def test_a_key_that_cannot_be_applied_is_refused_by_name(tmp_path, extra, key):

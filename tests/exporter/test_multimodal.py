@@ -129,7 +129,7 @@ def test_a_missing_text_tensor_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     tensors = {name: value for name, value in load_file(file).items() if "layers.2.mlp.up_proj" not in name}
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="model.layers.2.mlp.up_proj.weight"):
+    with pytest.raises(ModelError, match=r"model\.layers\.2.mlp.up_proj.weight"):
         load_checkpoint(str(tmp_path))
 
 

@@ -109,7 +109,7 @@ class _Broken:
 
 
 def test_a_tokenizer_that_cannot_be_saved_is_one_line(checkpoint, tmp_path):
-    with pytest.raises(ModelError, match="the tokenizer cannot be written: no vocabulary$"):
+    with pytest.raises(ModelError, match=r"the tokenizer cannot be written: no vocabulary$"):
         save_tokenizer(dataclasses.replace(checkpoint, tokenizer=_Broken(ValueError("no vocabulary\nmore"))), tmp_path)
-    with pytest.raises(ModelError, match="did not write tokenizer.json"):
+    with pytest.raises(ModelError, match=r"did not write tokenizer\.json"):
         save_tokenizer(dataclasses.replace(checkpoint, tokenizer=_Broken()), tmp_path)
