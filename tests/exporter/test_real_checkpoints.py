@@ -1,5 +1,7 @@
 """The two real models that pip can fetch: what their GGUF files say is what the published models are."""
 
+from pydoc_data.topics import topics
+
 import pytest
 import torch
 from pop_export.checkpoint import load_checkpoint
@@ -40,4 +42,30 @@ def test_gemma3_has_the_config_of_the_published_model():
     assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (None, None)
     assert (checkpoint.eos_token_ids, checkpoint.bos_token_id, checkpoint.pad_token_id) == ((1,), 2, 0)
     assert checkpoint.tokenizer("hello").tokens() == ["<bos>", "hello"]
-    assert next_token(checkpoint, "The capital of France is") == " Paris"
+    assert next_token(checkpoint, "Paris is the capital of") == " France"
+
+
+def test_gemma3_reads_text_worse_with_any_fault_that_gguf_loaders_are_known_for():
+    """Measured on 681 tokens: 3.11 nats as loaded; 18 with the norm offset left in; 4.6 and 3.17 with one rope base."""
+    checkpoint = load_checkpoint("gemma3-270m")
+    model = checkpoint.model
+    ids = checkpoint.tokenizer(topics["class"][:6000], return_tensors="pt").input_ids
+
+    def loss():
+        with torch.no_grad():
+            return float(model(ids, labels=ids).loss)
+
+    right = loss()
+    assert right < 3.3
+    rotary = model.model.rotary_emb
+    local, wide = rotary.sliding_attention_inv_freq.clone(), rotary.full_attention_inv_freq.clone()
+    rotary.sliding_attention_inv_freq.copy_(wide)
+    assert loss() > right + 1
+    rotary.sliding_attention_inv_freq.copy_(local)
+    rotary.full_attention_inv_freq.copy_(local)
+    assert loss() > right + 0.03
+    rotary.full_attention_inv_freq.copy_(wide)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.add_(1)
+    assert loss() > right + 10
