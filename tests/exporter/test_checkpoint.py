@@ -2,14 +2,15 @@
 
 import json
 import shutil
+import socket
 
 import pytest
 import torch
 import transformers
-from transformers import AutoTokenizer
-
 from pop_export.checkpoint import load_checkpoint
 from pop_export.known_models import sha256_of
+from transformers import AutoTokenizer
+
 from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 IDS = torch.tensor([[72, 101, 108, 108, 111]])
@@ -199,7 +200,7 @@ def test_safetensors_are_preferred_to_a_pickle(copy):
 
 
 def test_allowed_code_of_the_folder_runs(copy, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     (copy / "modeling_own.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom transformers import LlamaForCausalLM as Own\n"
         "class OwnForCausalLM(Own):\n    pass\n"
@@ -214,3 +215,30 @@ def test_the_loaded_tokenizer_equals_what_transformers_loads(folder):
     assert (
         load_checkpoint(str(folder)).tokenizer(text).input_ids == AutoTokenizer.from_pretrained(folder)(text).input_ids
     )
+
+
+def test_a_hub_id_in_the_local_cache_is_loaded_offline(folder, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "models--some--model"
+    shutil.copytree(folder, cached / "snapshots" / revision)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(revision)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    source = load_checkpoint("some/model", offline=True).source
+    assert (source["name"], source["source"], source["revision"]) == ("model", "some/model", revision)
+
+
+def test_loading_from_this_machine_never_asks_the_network(folder, monkeypatch):
+    asked = []
+
+    def record(*address, **_options):
+        asked.append(address)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", record)
+    monkeypatch.setattr(socket.socket, "connect", record)
+    load_checkpoint(str(folder), offline=True)
+    load_checkpoint(str(folder))
+    assert asked == []

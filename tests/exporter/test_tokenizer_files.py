@@ -5,11 +5,11 @@ import json
 import shutil
 
 import pytest
+from pop_export.checkpoint import load_checkpoint, save_tokenizer
+from pop_runtime.errors import ModelError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pop_export.checkpoint import load_checkpoint, save_tokenizer
-from pop_runtime.errors import ModelError
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, save_checkpoint
 
 MESSAGES = [
@@ -109,7 +109,7 @@ class _Broken:
 
 
 def test_a_tokenizer_that_cannot_be_saved_is_one_line(checkpoint, tmp_path):
-    with pytest.raises(ModelError, match="the tokenizer cannot be written: no vocabulary$"):
+    with pytest.raises(ModelError, match=r"the tokenizer cannot be written: no vocabulary$"):
         save_tokenizer(dataclasses.replace(checkpoint, tokenizer=_Broken(ValueError("no vocabulary\nmore"))), tmp_path)
-    with pytest.raises(ModelError, match="did not write tokenizer.json"):
+    with pytest.raises(ModelError, match=r"did not write tokenizer\.json"):
         save_tokenizer(dataclasses.replace(checkpoint, tokenizer=_Broken()), tmp_path)
