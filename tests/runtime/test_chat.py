@@ -84,6 +84,11 @@ def test_without_a_tokenizer_text_is_refused(model: pop_runtime.Model) -> None:
         model.encode_prompt("hi")
 
 
+def test_messages_cannot_be_raw(chat_model: pop_runtime.Model) -> None:
+    with pytest.raises(UsageError, match="raw: expected text or token ids, found messages"):
+        chat_model.encode_prompt(MESSAGES, raw=True)
+
+
 @pytest.mark.parametrize("prompt", ["", [], ()])
 def test_a_prompt_without_tokens_is_refused(chat_model: pop_runtime.Model, prompt: Any) -> None:
     with pytest.raises(UsageError, match="expected at least one token, found none"):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,7 @@ def test_a_run_that_fails_is_one_line_that_names_the_graph(tmp_path: Path) -> No
         ({"present_key": "now.{layer}.key"}, r"expected the value 'now.0.key'"),
         ({"vocab_size": 301}, r"logits: expected shape \[None, None, 301\]"),
         ({"decode_graph": "prefill.onnx"}, r"expected the value 'logits'"),
+        ({"logits": "ids"}, r"expected the value 'ids'"),
     ],
 )
 def test_graphs_that_are_not_those_of_the_manifest_are_refused(
@@ -165,6 +167,18 @@ def test_graphs_that_are_not_those_of_the_manifest_are_refused(
     manifest = dataclasses.replace(read_manifest(bundle), **fields)
     with pytest.raises(ModelError, match=message):
         open_pair(bundle, manifest, 1)
+
+
+def test_logits_that_are_no_floats_are_refused(model: pop_runtime.Model) -> None:
+    outputs = [
+        SimpleNamespace(
+            name=value.name, shape=value.shape, type="tensor(int8)" if value.name == "logits" else value.type
+        )
+        for value in model.sessions.decode.get_outputs()
+    ]
+    session = SimpleNamespace(get_inputs=model.sessions.decode.get_inputs, get_outputs=lambda: outputs)
+    with pytest.raises(ModelError, match=r"logits: expected tensor\(float\) or .*, found tensor\(int8\)"):
+        check_graph(session, model.manifest, "decode.onnx", has_logits=True)
 
 
 def test_graphs_as_promised_pass(model: pop_runtime.Model) -> None:

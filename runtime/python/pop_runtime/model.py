@@ -173,6 +173,10 @@ class Model:
             raise UsageError(f"{self.folder}: expected a tokenizer for a text prompt, found none; give token ids")
         if isinstance(prompt, str) and (raw or self.chat_template is None):
             return checked_ids(encode(self.tokenizer, prompt, is_first_turn), self.manifest)
+        if raw:
+            raise UsageError(
+                "raw: expected text or token ids, found messages, which need the chat template; leave out raw"
+            )
         if self.chat_template is None:
             raise UsageError(f"{self.folder}: expected a chat template for messages, found none; give text instead")
         if not is_first_turn:

@@ -16,7 +16,8 @@ from pop_runtime.schedule import Stage, plan_turn
 from pop_runtime.sessions import SessionPair
 
 Prefill = Literal["pop", "full"]
-# Longest stretch fed at once. Bounds the S x S score square of the attention kernel (docs/experiments.md).
+# Longest stretch fed at once. The attention kernel's scores take chunk x total numbers, and chunks of 128 to 1024
+# tokens differ by less than 15 % in time on a CPU (SmolLM2).
 CHUNK_TOKENS = 512
 
 
