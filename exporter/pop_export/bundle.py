@@ -54,7 +54,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
     Raises:
         ModelError: the disk is full or cannot be written.
     """
-    out = Path(os.path.abspath(out))
+    out = out.absolute()
     staging = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

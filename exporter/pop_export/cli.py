@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     add("--calibration-samples", type=int, metavar="N", help="windows of text (default %(default)s)")
     add("--calibration-length", type=int, metavar="N", help="tokens per window (default %(default)s)")
     add("--fisher", choices=("sampled", "empirical"),
-        help="targets sampled from the model, as in the paper, or the true next tokens (default %(default)s)")  # fmt: skip
+        help="targets sampled from the model (the paper) or the true next tokens (default %(default)s)")  # fmt: skip
     add("--seed", type=int, help="of everything drawn at random (default %(default)s)")
 
     plan = parser.add_argument_group("which layers the prompt skips")

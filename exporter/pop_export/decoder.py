@@ -16,7 +16,7 @@ from pop_runtime.errors import ModelError
 ReplaceOutput = Callable[[int, Tensor, Tensor], Tensor]
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the model's decoder layers, first to last.
 
     Raises:
@@ -45,7 +45,7 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 @contextmanager
-def replaced_outputs(model: nn.Module, replace: ReplaceOutput) -> Iterator[None]:
+def replaced_outputs(model: PreTrainedModel, replace: ReplaceOutput) -> Iterator[None]:
     """Let `replace` decide what each decoder layer passes on while the context is open.
 
     The layer itself still runs, so its K and V reach the cache as they always do.
@@ -70,24 +70,24 @@ def replaced_outputs(model: nn.Module, replace: ReplaceOutput) -> Iterator[None]
             handle.remove()
 
 
-def num_layers_of(model: nn.Module) -> int:
+def num_layers_of(model: PreTrainedModel) -> int:
     """Return how many decoder layers the model has."""
     return int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def max_positions_of(model: nn.Module, default: int = 1 << 20) -> int:
+def max_positions_of(model: PreTrainedModel, default: int = 1 << 20) -> int:
     """Return the longest sequence the model's config allows, prompt and new tokens together."""
     config = model.config.get_text_config(decoder=True)
     value = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return int(value) if value else default
 
 
-def cache_argument(model: nn.Module) -> str:
+def cache_argument(model: PreTrainedModel) -> str:
     """Return what the model's forward calls its KV cache: transformers renamed `past_key_values` to `cache`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def largest_attention_window(model: nn.Module) -> int:
+def largest_attention_window(model: PreTrainedModel) -> int:
     """Return the most tokens that any windowed layer attends to; 0 where no layer has a window."""
     config = model.config.get_text_config(decoder=True)
     return int(getattr(config, "sliding_window", None) or 0)

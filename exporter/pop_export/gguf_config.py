@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pop_runtime.errors import ModelError
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from pop_export.quiet import first_line
+from pop_runtime.errors import ModelError
 
 Refuse = Callable[[str, str], ModelError]  # (key without prefix, what is wrong) -> the error to raise
 _KEYS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: the largest absolute difference over all logits of the prompt's last token and the steps after."""
+    """One comparison: the largest absolute difference over the logits of the prompt's last token and of the steps."""
 
     name: str
     largest_difference: float
@@ -64,7 +65,7 @@ def uneven_pieces(num_tokens: int, stage: Stage) -> list[Stretch]:
     """Return the tokens as uneven stretches of one stage: one of a single token among them if there are enough."""
     cuts = [0, num_tokens * 13 // 40, num_tokens * 13 // 40 + 1, num_tokens]
     bounds = sorted({min(cut, num_tokens) for cut in cuts})
-    return [Stretch(start, stop, stage) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [Stretch(start, stop, stage) for start, stop in pairwise(bounds)]
 
 
 def verify(
@@ -129,8 +130,8 @@ def require_passed(checks: Iterable[Check]) -> None:
     for check in checks:
         if not check.passed:
             raise GateError(
-                f"verification, {check.name}: expected logits within {check.tolerance:g} x {check.largest_logit:.3g} of "
-                f"PyTorch, found {check.largest_difference:.3g}; no bundle was written"
+                f"verification, {check.name}: expected logits within {check.tolerance:g} x {check.largest_logit:.3g} "
+                f"of PyTorch, found {check.largest_difference:.3g}; no bundle was written"
             )
 
 

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from pop_export.gguf_config import FAMILIES
 
+from pop_export.gguf_config import FAMILIES
 from tests.tiny_models import byte_tokenizer
 
 NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from pop_export.checkpoint import load_checkpoint
-from pop_runtime.errors import ModelError
 from safetensors.torch import load_file, save_file
 
+from pop_export.checkpoint import load_checkpoint
+from pop_runtime.errors import ModelError
 from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 

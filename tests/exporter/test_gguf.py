@@ -7,11 +7,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
 from pop_export import gguf_reader
 from pop_export.checkpoint import load_checkpoint, save_tokenizer
 from pop_export.gguf_config import gguf_config
 from pop_runtime.errors import ModelError
-
 from tests.exporter.gguf_writing import config_of, gguf_tensors, logits, write_gguf
 from tests.tiny_models import byte_tokenizer, tiny_model
 

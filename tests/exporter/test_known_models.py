@@ -5,6 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from pop_export import known_models
 from pop_export.known_models import KnownModel, WheelPart, cache_folder, fetched
 from pop_runtime.errors import ModelError

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+
 from pop_export.checkpoint import load_checkpoint
 from pop_export.multimodal import text_key
 from pop_runtime.errors import ModelError
-from safetensors.torch import load_file, save_file
-
 from tests.tiny_models import TINY, byte_tokenizer, redraw
 
 TEXT = {**TINY, "head_dim": 16, "tie_word_embeddings": False}

@@ -4,6 +4,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
+
 from pop_export.checkpoint import load_checkpoint
 from pop_export.known_models import known_models
 

@@ -5,11 +5,11 @@ import json
 import shutil
 
 import pytest
-from pop_export.checkpoint import load_checkpoint, save_tokenizer
-from pop_runtime.errors import ModelError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from pop_export.checkpoint import load_checkpoint, save_tokenizer
+from pop_runtime.errors import ModelError
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, save_checkpoint
 
 MESSAGES = [

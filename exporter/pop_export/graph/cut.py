@@ -61,7 +61,7 @@ def _write_kv_without_attention(model: ir.Model, layer: int) -> None:
         new = marked_value(model, f"layers.{layer}.{part}")  # [B, H_kv, S, D]
         past, present = inputs[f"past_key_values.{layer}.{part}"], attention.outputs[index]
         scatter = ir.node("TensorScatter", [past, new, write_indices], {"axis": 2, "mode": "linear"})
-        scatter.outputs[0].dtype, scatter.outputs[0].shape = present.dtype, present.shape
+        scatter.outputs[0].type, scatter.outputs[0].shape = present.type, present.shape
         graph.insert_after(attention, scatter)
         name, present.name = present.name, None
         graph.outputs[list(graph.outputs).index(present)] = scatter.outputs[0]

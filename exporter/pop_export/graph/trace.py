@@ -47,7 +47,7 @@ class _GraphCache(Cache):
     """Stands in for the KV cache while the graph is traced: marks new K and V and hands them through."""
 
     def __init__(self) -> None:
-        self.layers = []
+        self.layers: list[Any] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

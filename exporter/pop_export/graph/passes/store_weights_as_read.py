@@ -63,7 +63,7 @@ def _read_transposed(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None
     flat = ir.node("Reshape", [x, rows])
     gemm = ir.node("Gemm", [flat.outputs[0], weight], {"transB": 1})
     back = ir.node("Reshape", [gemm.outputs[0], shape])
-    back.outputs[0].dtype, back.outputs[0].shape = out.dtype, out.shape
+    back.outputs[0].type, back.outputs[0].shape = out.type, out.shape
     graph.insert_before(matmul, [flat, gemm, back])
     ir.convenience.replace_all_uses_with(out, back.outputs[0], replace_graph_outputs=True)
     back.outputs[0].name = out.name
