@@ -1,7 +1,7 @@
 """`genai_config.json`: lets onnxruntime-genai run the pair as a pipeline of two stages.
 
-Its `decoder-pipeline` chooses the stage by token count alone: more than one new token runs `prefill`, one runs `decode`.
-A caller therefore has to append a prompt as `ids[:-1]` and then `ids[-1:]`, or the boundary rule is lost (docs/genai.md).
+Its `decoder-pipeline` chooses the stage by token count alone: more than one new token runs `prefill`, one `decode`.
+A caller has to append a prompt as `ids[:-1]` and then `ids[-1:]`, or the boundary rule is lost (docs/genai.md).
 """
 
 from __future__ import annotations

@@ -107,10 +107,10 @@ def test_a_running_export_beside_this_one_is_left_alone(tmp_path):
 
 def test_a_full_disk_is_named_and_nothing_stays(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device", "weights.bin")
-    with pytest.raises(ModelError, match=r"weights\.bin: cannot write the bundle: the disk is full"):
-        with staged_folder(tmp_path / "out") as folder:
-            (folder / "weights.bin").write_text("half")
-            raise full
+    message = r"weights\.bin: cannot write the bundle: the disk is full"
+    with pytest.raises(ModelError, match=message), staged_folder(tmp_path / "out") as folder:
+        (folder / "weights.bin").write_text("half")
+        raise full
     assert list(tmp_path.iterdir()) == []
 
 

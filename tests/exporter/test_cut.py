@@ -15,13 +15,15 @@ FLOAT = ir.TensorType(ir.DataType.FLOAT)
 
 
 def _hand_built(num_layers: int) -> ir.Model:
-    """Return a decode graph of layers `h + Mlp(Attention(K(h), V(h)))` with a head; `Neg` is the MLP, `Exp` the head."""
+    """Return a decode graph of layers `h + Mlp(Attention(K(h), V(h)))` with a head; `Neg` is the MLP, `Exp` a head."""
     h = ir.val("h", ir.DataType.FLOAT, ["B", "S", 4])
     lengths = ir.val("lengths", ir.DataType.INT64, ["B"])
     inputs, outputs, nodes = [h, lengths], [], []
     metadata = {METADATA_PREFIX + "past_lengths": "lengths"}
     for layer in range(num_layers):
-        past = [ir.val(f"past_key_values.{layer}.{part}", ir.DataType.FLOAT, ["B", 1, "C", 4]) for part in ("key", "value")]
+        past = [
+            ir.val(f"past_key_values.{layer}.{part}", ir.DataType.FLOAT, ["B", 1, "C", 4]) for part in ("key", "value")
+        ]
         inputs += past
         key, value = ir.node("Abs", [h]), ir.node("Ceil", [h])
         attention = ir.node(
@@ -64,7 +66,7 @@ def test_a_skipped_layer_keeps_only_what_makes_its_k_and_v():
 
 @pytest.mark.parametrize("skipped", [(1, 2), (0, 1, 2), (2, 3), (1, 2, 3)])
 def test_neighbouring_skipped_layers_all_vanish(skipped):
-    """Cut shallow first, the deeper neighbour revived the shallower: 28 attention nodes were left of 30 instead of 20."""
+    """Cut shallow first, the deeper neighbour revived the shallower: 28 of 30 attention nodes were left, not 20."""
     prefill = cut_prefill_graph(_hand_built(5), skipped)
     kept = 5 - len(skipped) - 1  # the last layer's output is not read
     assert _kinds(prefill)["GroupQueryAttention"] == kept

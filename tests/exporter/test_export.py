@@ -71,7 +71,9 @@ def test_the_ratio_is_rounded_to_layers_and_lowest_importance_goes_first(quick_e
     importance = bundle.report["calibration"]["prefill_importance"]
     skipped = bundle.manifest.plan.skipped_layers
     assert len(skipped) == 2
-    assert max(importance[layer] for layer in skipped) <= min(importance[layer] for layer in {0, 1, 2, 3, 4} - {*skipped})
+    assert max(importance[layer] for layer in skipped) <= min(
+        importance[layer] for layer in {0, 1, 2, 3, 4} - {*skipped}
+    )
 
 
 def test_a_saved_calibration_is_reused(quick_export, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -62,7 +64,7 @@ def test_pieces_change_nothing(llama, cuts):
     whole = Reference(llama, PrefillPlan(frozenset({1, 3})))
     whole.feed(IDS[:23], "prefill")
     pieces = Reference(llama, PrefillPlan(frozenset({1, 3})))
-    stretches = [Stretch(a, z, "prefill") for a, z in zip(cuts, cuts[1:], strict=False)]
+    stretches = [Stretch(a, z, "prefill") for a, z in pairwise(cuts)]
     found = pieces.feed_stretches(IDS, [*stretches, Stretch(23, 24, "decode")])
     torch.testing.assert_close(found, whole.feed(IDS[23:], "decode"), atol=1e-4, rtol=0)
 
