@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, eager_mask
 
 from pop_export.graph.marker import mark
+from pop_export.graph.translate import OPSET
 
-OPSET = 24
 FUSED = "pop_graph"  # name of our attention function in transformers' registries
 
 

@@ -29,7 +29,7 @@ def _dense_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     out = _linear_each(module, "down_proj", inner)  # [experts, N, E]
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
-    return (out * routing.T[..., None]).sum(0).to(hidden.dtype)
+    return (out * routing.transpose(0, 1)[..., None]).sum(0).to(hidden.dtype)
 
 
 def _linear_each(module: nn.Module, name: str, x: Tensor) -> Tensor:

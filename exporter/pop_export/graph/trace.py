@@ -7,8 +7,6 @@ attention and cache (`attention.py`), the mixture of experts (`experts.py`), len
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,11 +26,12 @@ from pop_export.decoder import (
     layer_input_name,
     position_arguments,
 )
-from pop_export.graph.attention import OPSET, BufferCache, FusedCache, Trace, attention_in_graph, tracing
+from pop_export.graph.attention import BufferCache, FusedCache, Trace, attention_in_graph, tracing
 from pop_export.graph.attention_form import AttentionForm
 from pop_export.graph.experts import dense_experts
 from pop_export.graph.marker import mark
 from pop_export.graph.rope import frozen_rope
+from pop_export.graph.translate import OPSET, quiet_tracing, translate
 from pop_runtime.manifest import KvLayer
 
 
@@ -102,37 +101,24 @@ def trace_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], f
     )
     names = [f"{layer}.{part}" for layer in range(len(kv_layers)) for part in ("key", "value")]
     with (
-        _quiet(),
+        quiet_tracing(),
         torch.no_grad(),
         attention_in_graph(model, form.fused),
         dense_experts(model),
         frozen_rope(model),
         _marked_layers(model),
         last_position_head(model),
+        torch.fx.experimental._config.patch(backed_size_oblivious=True),  # sizes 0 and 1 stay dynamic
     ):
-        program = torch.onnx.export(
+        program = torch.export.export(
             _DecodeForward(model, form),
             (torch.full((2, 7), 3), torch.ones(2, 10, dtype=torch.int64), *past),
-            dynamo=True,
             dynamic_shapes=({0: batch, 1: seq}, {0: batch, 1: total}, tuple({0: batch, 2: capacity} for _ in past)),
-            opset_version=OPSET,
-            optimize=False,
-            verbose=False,
-            input_names=["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in names)],
-            output_names=["logits", *(f"present.{name}" for name in names)],
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,  # a guard on an example's size would freeze that size
         )
-    assert program is not None
-    return program.model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's and onnxscript's chatter about tracing off the user's terminal."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
+    return translate(
+        program,
+        ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in names)],
+        ["logits", *(f"present.{name}" for name in names)],
+    )
