@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from pop_export.decoder import cache_argument, last_position_head, replaced_outputs
+from pop_export.decoder import cache_argument, last_position_head, position_arguments, replaced_outputs
 from pop_runtime.schedule import Stretch
 
 
@@ -52,7 +52,8 @@ class Reference:
         kwargs = {cache_argument(self._model): self.cache, "use_cache": True}
         positions = torch.arange(self.num_cached, self.num_cached + len(ids))[None]  # [1, S]
         with pruned(self._model, self._plan) if stage == "prefill" else nullcontext(), last_position_head(self._model):
-            logits = self._model(input_ids=ids[None], position_ids=positions, **kwargs).logits  # [1, 1, V]
+            kwargs |= position_arguments(self._model, positions)
+            logits = self._model(input_ids=ids[None], **kwargs).logits  # [1, 1, V]
         self.num_cached += len(ids)
         return logits[0, -1]
 

@@ -33,28 +33,32 @@ def cut_prefill_graph(decode: ir.Model, skipped_layers: Iterable[int]) -> ir.Mod
         _write_kv_without_attention(model, layer)
     common_passes.RemoveUnusedNodesPass()(model)
     for layer in range(len(buffers) // 2):
-        if layer not in skipped and _attention_of(model, layer).outputs[0].uses() == ():
+        if layer not in skipped and _writer_of(model, layer).outputs[0].uses() == ():
             _write_kv_without_attention(model, layer)
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     return model
 
 
-def _attention_of(model: ir.Model, layer: int) -> ir.Node:
+def _writer_of(model: ir.Model, layer: int) -> ir.Node:
+    """Return the node that writes the layer's K into its buffer: fused attention, or `TensorScatter`."""
     for value in model.graph.outputs:
         if value.name == f"present.{layer}.key":
             node = value.producer()
-            if node is not None and node.op_type == "GroupQueryAttention":
+            if node is not None and node.op_type in ("GroupQueryAttention", "TensorScatter"):
                 return node
-    raise ModelError(
-        f"decode graph, layer {layer}: expected one attention node writing present.{layer}.key, found none"
-    )
+    raise ModelError(f"decode graph, layer {layer}: expected one node writing present.{layer}.key, found none")
 
 
 def _write_kv_without_attention(model: ir.Model, layer: int) -> None:
-    """Let `TensorScatter` write the layer's new K and V into the buffers, in place of its attention node."""
+    """Let `TensorScatter` write the layer's new K and V into the buffers, in place of its attention node.
+
+    Attention over the buffer has them there already.
+    """
     graph = model.graph
-    attention = _attention_of(model, layer)
+    attention = _writer_of(model, layer)
+    if attention.op_type == "TensorScatter":
+        return
     write_indices = marked_value(model, "past_lengths")  # [B]
     inputs = {value.name: value for value in graph.inputs}
     for index, part in ((1, "key"), (2, "value")):

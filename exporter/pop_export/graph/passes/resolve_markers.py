@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from pop_export.graph.trace import MARKER
+from pop_export.graph.marker import MARKER
 from pop_runtime.errors import ModelError
 
 METADATA_PREFIX = "pop.value."  # graph metadata: "pop.value.layers.3.key" -> name of that value

@@ -1,0 +1,84 @@
+"""A tiny config for any decoder family in transformers' causal mapping, from the names that config classes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.tiny_models import redraw
+
+NUM_LAYERS = 4
+VOCAB_SIZE = 300
+WINDOW = 8
+
+# One size, and every name that some config class gives it. A class takes the names it declares.
+SIZES: tuple[tuple[Any, str], ...] = (
+    (64, "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim"),
+    (128, "intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim encoder_ffn_dim dim_ff"),
+    (NUM_LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers"),
+    (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads"),
+    (2, "num_key_value_heads num_kv_heads"),
+    (16, "head_dim kv_channels dim_head"),
+    (VOCAB_SIZE, "vocab_size n_token n_words"),
+    (256, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length seq_length max_target_positions"),
+    (258, "pad_token_id pad_index"),
+    (256, "bos_token_id bos_index"),
+    (257, "eos_token_id eos_index"),
+    (True, "is_decoder"),
+    (0.0, "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout activation_dropout layerdrop"),
+    # mixture of experts
+    (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok moe_topk moe_k moe_top_k top_k num_experts_per_token"),
+    (32, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size"),
+    (1, "n_group topk_group num_expert_group first_k_dense_replace moe_layer_start_index num_dense_layers"),
+    # multi-head latent attention
+    (24, "q_lora_rank"),
+    (16, "kv_lora_rank qk_nope_head_dim"),
+    (8, "qk_rope_head_dim"),
+    (12, "v_head_dim"),
+)
+
+# What the shared names cannot say. Every line has its reason.
+OVERRIDES: dict[str, dict[str, Any]] = {}
+
+
+def causal_model_types() -> list[str]:
+    """Return every model type of the causal mapping, sorted."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """Return the family's config at hidden 64, 4 layers, 4 heads, windows of 8 and a vocabulary of 300.
+
+    Args:
+        model_type: a key of transformers' causal mapping.
+        changes: fields to set otherwise.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    declared = config_class().to_dict()
+    fields = {name: value for value, names in SIZES for name in names.split() if name in declared}
+    if declared.get("sliding_window"):
+        fields["sliding_window"] = WINDOW
+    if "qk_rope_head_dim" in declared:
+        fields.pop("head_dim", None)  # the heads follow from the three sizes of latent attention
+    fields |= OVERRIDES.get(model_type, {})
+    return config_class(**{**fields, **changes})
+
+
+def tiny_family_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a re-drawn eager fp32 model of the family.
+
+    Raises:
+        ModelError: the tiny config still makes a model of more than 20 million parameters.
+    """
+    config = tiny_config(model_type, **changes)
+    with torch.device("meta"):
+        num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert num_parameters < 20e6, f"{model_type}: {num_parameters} parameters: the tiny config is not tiny"
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    redraw(model, seed)
+    return model
