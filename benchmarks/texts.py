@@ -30,19 +30,7 @@ from pathlib import Path
 
 MAX_CHARS = 400_000
 PLAYS = ("lear", "macbeth", "tempest", "winters_tale", "coriolanus")
-MODULES = (
-    "argparse",
-    "ast",
-    "asyncio",
-    "calendar",
-    "csv",
-    "difflib",
-    "email",
-    "fractions",
-    "heapq",
-    "http",
-    "textwrap",
-)
+MODULES = ("argparse", "ast", "asyncio", "calendar", "csv", "difflib", "email", "fractions", "heapq", "http")
 _BLOCKS = {"p", "div", "h1", "h2", "h3", "h4", "li", "dt", "dd", "pre", "tr", "table", "title"}
 
 
