@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from pop_export.report_plots import curve_plot, importance_plot, refit_plot
 
 TEMPLATE = "report.html.j2"
+CHOSEN_BY = {"gates": "their importance for prefill", "search": "the damage they do", "user": "hand"}
 NOTHING = "\N{EN DASH}"
 
 
@@ -41,6 +42,8 @@ def render_html(report: dict[str, Any]) -> str:
         quality=quality,
         refit=refit,
         number=partial(number, report),
+        layers=partial(layers, report),
+        chosen_by=CHOSEN_BY,
         plain=plain,
         plots={
             "prefill": Markup(importance_plot(report, "prefill")),
@@ -60,10 +63,28 @@ def number(report: dict[str, Any], path: str, form: str = "", unit: str = "") ->
         form: format specification of the text shown; the element's value is exact. None is shown as a dash.
         unit: written after the number.
     """
+    value = look_up(report, path)
+    return _data(value, path, NOTHING if value is None else f"{value:{form}}{unit}")
+
+
+def layers(report: dict[str, Any], path: str) -> Markup:
+    """Return the layers at a dotted path as a `<data>` element that shows ranges, such as "5, 12-14"."""
+    numbers: list[int] = list(look_up(report, path))
+    starts = [layer for layer in numbers if layer - 1 not in numbers]
+    ends = [layer for layer in numbers if layer + 1 not in numbers]
+    shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return _data(numbers, path, shown or NOTHING)
+
+
+def look_up(report: dict[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of keys and list indices."""
     value: Any = report
     for key in path.split("."):
         value = value[int(key)] if isinstance(value, list | tuple) else value[key]
-    shown = NOTHING if value is None else f"{value:{form}}{unit}"
+    return value
+
+
+def _data(value: Any, path: str, shown: str) -> Markup:
     return Markup('<data value="{}" data-path="{}">{}</data>').format(escape(json.dumps(value)), path, shown)
 
 
