@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pop_export.evaluation.retrieval import Retrieval, Task, make_tasks, run_tasks, summarise_tasks
-from pop_export.evaluation.scores import Quality, Scores, joined, score_windows, summarise
+from pop_export.evaluation.scores import Quality, joined, score_windows, split, summarise, work
 from pop_export.evaluation.sides import BundleSide, Side
 from pop_export.evaluation.text import Document, cut_windows
 from pop_export.progress import progress
@@ -92,11 +94,11 @@ def evaluate(model: Model, documents: Sequence[Document], config: EvalConfig, fu
     if config.retrieval:
         tasks = make_tasks(model, documents, _retrieval_length(model, config), config.retrieval_keys, config.seed)
     pruned, full = BundleSide(model, config.prefill, windows), full or BundleSide(model, "full", windows)
-    batches = [[rows[at : at + config.batch] for at in range(0, len(rows), config.batch)] for rows in cut]
-    scores: list[Scores] = []
-    with progress("scoring", 2 * (config.continuation - 1) * sum(map(len, batches))) as advance:
-        for of_file in batches:
-            scores.append(joined(score_windows(full, pruned, rows, config.context, advance) for rows in of_file))
+    rows = np.concatenate(cut)  # [N, context + continuation], of all files
+    batches = [rows[at : at + config.batch] for at in range(0, len(rows), config.batch)]
+    with progress("scoring", work(config.continuation) * len(batches)) as advance:
+        scores = joined(score_windows(full, pruned, batch, config.context, advance) for batch in batches)
+    of_files = split(scores, [len(windows) for windows in cut])
     num_pruned, retrieval = pruned.num_pruned, None
     if tasks:
         assert model.tokenizer is not None
@@ -104,8 +106,8 @@ def evaluate(model: Model, documents: Sequence[Document], config: EvalConfig, fu
             of_full = run_tasks(full, tasks, model.tokenizer, config.batch, advance)
             of_pruned = run_tasks(pruned, tasks, model.tokenizer, config.batch, advance)
         retrieval = summarise_tasks(tasks, of_full, of_pruned, "raw" if model.chat_template is None else "chat")
-    files = {document.name: summarise(of_file) for document, of_file in zip(documents, scores, strict=True)}
-    return Evaluation(summarise(joined(scores)), files, retrieval, num_pruned, windows)
+    files = {document.name: summarise(of_file) for document, of_file in zip(documents, of_files, strict=True)}
+    return Evaluation(summarise(scores), files, retrieval, num_pruned, windows)
 
 
 def chosen_windows(model: Model, config: EvalConfig) -> Windows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,13 +50,19 @@ def kl_divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     return terms.sum(axis=-1)
 
 
+def work(num_scored: int) -> int:
+    """Return how many units `score_windows` advances by."""
+    return num_scored + 2 * (num_scored - 1)
+
+
 def score_windows(
     full: Side, pruned: Side, windows: np.ndarray, context: int, advance: Callable[[int], None]
 ) -> Scores:
     """Return the comparison on windows [N, context + C] int64.
 
     Both sides read the first `context` tokens, then take the text's own tokens, and are compared before each of the C;
-    then both go back and continue greedily, each its own way, until no row agrees any more.
+    then both go back and continue greedily, each its own way, until no row agrees any more. Progress is `work(C)` units
+    in all: reading the prompts is counted as C, about what it takes.
 
     Raises:
         BackendError: a side gives logits that are no numbers.
@@ -64,8 +70,8 @@ def score_windows(
     prompts, truth = windows[:, :context], windows[:, context:]  # [N, context], [N, C]
     num_scored = truth.shape[1]
     logits = full.start(prompts, num_scored), pruned.start(prompts, num_scored)
-    after_prompt = logits
-    columns = []
+    advance(num_scored)
+    after_prompt, columns = logits, []
     for index in range(num_scored):
         if index:
             token = truth[:, index - 1]
@@ -111,6 +117,14 @@ def joined(parts: Iterable[Scores]) -> Scores:
     parts = list(parts)
     names = Scores.__dataclass_fields__
     return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def split(scores: Scores, counts: Sequence[int]) -> list[Scores]:
+    """Return the scores in parts of so many windows, in order."""
+    bounds = np.cumsum(counts)[:-1]
+    names = Scores.__dataclass_fields__
+    parts = zip(*(np.split(getattr(scores, name), bounds) for name in names), strict=True)
+    return [Scores(*part) for part in parts]
 
 
 def summarise(scores: Scores) -> Quality:
