@@ -36,7 +36,7 @@ _INTEGERS = {
     "sink-tokens": "first tokens read in full (default: the bundle's)",
     "boundary-tokens": "last prompt tokens read in full (default: the bundle's)",
     "retrieval-length": "prompt tokens of the retrieval task (default 512, or what the model takes)",
-    "retrieval-keys": "keys hidden at each depth (default 4)",
+    "retrieval-keys": "keys hidden at each depth (default 8)",
     "batch": "windows stepped together (default 8); changes speed and memory, not what is measured",
     "seed": "of windows and keys (default 0)",
 }

@@ -34,7 +34,7 @@ class EvalConfig:
     boundary_tokens: int | None = None  # None: the bundle's
     retrieval: bool = True
     retrieval_length: int | None = None  # tokens; None: 512, or as many as the model takes
-    retrieval_keys: int = 4  # per depth
+    retrieval_keys: int = 8  # per depth
     batch: int = 8  # windows stepped together; changes speed and memory, not what is measured
     seed: int = 0
 
