@@ -37,7 +37,9 @@ def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
         raise _refused(model, f"it does not run on token ids and a KV cache alone ({first_line(error)})") from error
     layers = _layers_with_keys(model, cache)
     if not float((whole - pieces).abs().max()) <= TOLERANCE * float(whole.abs().max()):
-        raise _refused(model, "fed in pieces it computes other logits than fed at once, so K and V are not all it keeps")
+        raise _refused(
+            model, "fed in pieces it computes other logits than fed at once, so K and V are not all it keeps"
+        )
     return layers
 
 

@@ -27,9 +27,13 @@ from pop_export.graph.cut import cut_prefill_graph
 from pop_export.layer_plan import choose_layers
 from pop_export.reference import PrefillPlan
 from pop_export.report import build_report, write_json
+from pop_export.report_html import write_html
+from pop_export.samples import sample_answers
 from pop_export.speed import measure_speed
 from pop_export.verify import NUM_STEPS, prompt_length, require_passed, verify, verify_last_layer
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
+from pop_runtime.model import Model
+from pop_runtime.sessions import open_pair
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
@@ -93,10 +97,14 @@ def export(config: ExportConfig) -> Bundle:
             require_passed([*verification.checks, last_layer])
         with watch.stage("measure", "measuring speed"):
             speed = measure_speed(folder, manifest, config.threads)
+        manifest = _with_texts(folder, manifest, checkpoint)
+        with watch.stage("sample", "generating sample answers"):
+            answers = sample_answers(Model(folder, manifest, open_pair(folder, manifest, config.threads)))
         report = build_report(
             config, checkpoint, calibration, manifest, verification, last_layer, speed, folder, watch.seconds
         )
-        manifest = _finish(folder, manifest, checkpoint, calibration, report)
+        report["samples"] = answers
+        manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
 
 
@@ -163,22 +171,25 @@ def _manifest(
     )
 
 
-def _finish(
-    folder: Path, manifest: Manifest, checkpoint: Checkpoint, calibration: Calibration, report: dict[str, object]
-) -> Manifest:
-    """Write everything beside graphs and weights, the manifest last, and return it complete."""
+def _with_texts(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
+    """Write tokenizer, chat template and generation config, and return the manifest that names them."""
     written = save_tokenizer(checkpoint, folder)
-    write_calibration(folder / "calibration.json", calibration)
-    write_json(folder / "report.json", report)
-    write_json(folder / "genai_config.json", genai_config(manifest))
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    complete = dataclasses.replace(
+    return dataclasses.replace(
         manifest,
         tokenizer=written.tokenizer,
         chat_template=written.chat_template,
         generation_config=written.generation_config,
-        tokenizer_config="tokenizer_config.json" if "tokenizer_config.json" in names else None,
-        files=describe_files(folder, names),
+        tokenizer_config="tokenizer_config.json" if (folder / "tokenizer_config.json").is_file() else None,
     )
+
+
+def _finish(folder: Path, manifest: Manifest, calibration: Calibration, report: dict[str, object]) -> Manifest:
+    """Write calibration and report, the manifest last, and return it complete."""
+    write_calibration(folder / "calibration.json", calibration)
+    write_json(folder / "report.json", report)
+    write_json(folder / "genai_config.json", genai_config(manifest))
+    write_html(folder / "report.html", report)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    complete = dataclasses.replace(manifest, files=describe_files(folder, names))
     write_manifest(folder, complete)
     return complete
