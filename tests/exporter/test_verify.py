@@ -32,7 +32,7 @@ def _manifest(llama, skipped) -> Manifest:
 
 def _written(folder, llama, decode: ir.Model, skipped) -> Manifest:
     manifest = _manifest(llama, skipped)
-    graphs = {"prefill.onnx": cut_prefill_graph(decode, skipped), "decode.onnx": decode.clone()}
+    graphs = {"prefill.onnx": cut_prefill_graph(decode, PrefillPlan(frozenset(skipped))), "decode.onnx": decode.clone()}
     save_graphs(folder, graphs, "weights.bin")
     return manifest
 

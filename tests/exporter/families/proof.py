@@ -62,7 +62,7 @@ def export_pair(model: PreTrainedModel, folder: Path, skipped: tuple[int, ...] =
         chat_template=None,
         generation_config=None,
     )
-    prefill = cut_prefill_graph(decode, skipped)
+    prefill = cut_prefill_graph(decode, PrefillPlan(frozenset(skipped)))
     ops = tuple(node.op_type for node in decode.graph)
     save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
     return Exported(model, manifest, open_pair(folder, manifest, threads=1), ops)
