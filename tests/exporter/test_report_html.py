@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 
 import pytest
 
+from pop_export.cli import parser
 from pop_export.config import ExportConfig
-from pop_export.report import command_line
+from pop_export.report import NOT_FLAGS, command_line
 from pop_export.report_html import look_up, render_html
 from pop_runtime.manifest import read_manifest
 
@@ -151,13 +154,21 @@ def test_the_report_tells_standard_errors_and_the_command_line(report, tiny_chec
     )
 
 
-def test_the_command_line_quotes_and_leaves_defaults_out(tmp_path):
+def test_the_command_line_gives_the_settings_again_and_leaves_defaults_out(tmp_path):
     config = ExportConfig(
-        model="my model", out=tmp_path, force=True, calibration_data=("a b.txt", "c.txt"), calibration_batch=7
+        model="my model", out=tmp_path, force=True, calibration_data=("a b.txt", "c.txt"), calibration_batch=7, seed=3
     )
-    assert command_line(config) == (
-        f"pop-export --model 'my model' --out {tmp_path} --force --calibration-data 'a b.txt' c.txt"
-    )
+    line = command_line(config)
+    assert line == f"pop-export --model 'my model' --out {tmp_path} --force --calibration-data 'a b.txt' c.txt --seed 3"
+    arguments = vars(parser().parse_args(shlex.split(line)[1:]))
+    del arguments["json"]
+    again = ExportConfig(**{**arguments, "calibration_data": tuple(arguments["calibration_data"])})
+    assert dataclasses.replace(again, calibration_batch=7) == config
+
+
+def test_every_setting_but_those_named_is_a_flag():
+    flags = {action.dest for action in parser()._actions}
+    assert {field.name for field in dataclasses.fields(ExportConfig)} - flags == set(NOT_FLAGS)
 
 
 def test_samples_hold_both_answers_and_how_far_they_agree(report):
