@@ -65,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="of everything drawn at random (default %(default)s)")
 
     plan = parser.add_argument_group(
-        "which layers the prompt skips", f"at most one of the first four; without any, a third of the layers ({DEFAULT_RATIO:.2f})"
+        "which layers the prompt skips",
+        f"at most one of the first four; without any, a third of the layers ({DEFAULT_RATIO:.2f})",
     )
     add = plan.add_argument
     add("--prune-ratio", type=float, metavar="R", help="this share of the layers, the least important first")

@@ -12,6 +12,7 @@ from pop_runtime.errors import UsageError
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
 
+
 @dataclass(frozen=True)
 class ExportConfig:
     """Settings of one export. The defaults are those of `pop-export`."""

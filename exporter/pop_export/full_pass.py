@@ -48,7 +48,9 @@ class FullPass:
             before = [call.entered for call in self.calls]
             if layer > 0:
                 before = [state.left for state in self.states(layer - 1)]
-            self._states[layer] = tuple(self._state(call, layer, entered) for call, entered in zip(self.calls, before, strict=True))
+            self._states[layer] = tuple(
+                self._state(call, layer, entered) for call, entered in zip(self.calls, before, strict=True)
+            )
             if not self._keep:
                 self._states.pop(layer - 1, None)
         return self._states[layer]

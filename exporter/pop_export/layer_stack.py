@@ -115,7 +115,7 @@ def _no_head(model: PreTrainedModel) -> Iterator[None]:
         handle.remove()
 
 
-class StopLayer(Exception):  # noqa: N818 - it ends a layer early and is no error
+class StopLayer(Exception):
     """Raised inside a layer once all that is wanted of it has been seen."""
 
 

@@ -77,7 +77,6 @@ class Reference:
 @contextmanager
 def pruned(model: PreTrainedModel, plan: PrefillPlan) -> Iterator[None]:
     """Make the model compute the pruned prefill while the context is open."""
-
     inputs: dict[str, Tensor] = {}
 
     def skip(layer: int, entered: Tensor, left: Tensor) -> Tensor:

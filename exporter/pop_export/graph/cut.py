@@ -15,9 +15,9 @@ from pop_runtime.errors import ModelError
 def cut_prefill_graph(decode: ir.Model, plan: PrefillPlan) -> ir.Model:
     """Return a copy of the decode graph in which the plan's skipped layers only write K and V, and which has no head.
 
-    A skipped layer passes its input on unchanged, or with its surrogate added. A kept layer whose output nothing reads any more (the last layers,
-    since prefill needs no logits) is reduced in the same way: that changes no value. Weights are shared with `decode`,
-    except those that the plan brings itself.
+    A skipped layer passes its input on unchanged, or with its surrogate added. A kept layer whose output nothing reads
+    any more (the last layers, since prefill needs no logits) is reduced in the same way: that changes no value. Weights
+    are shared with `decode`, except those that the plan brings itself.
 
     Raises:
         ModelError: a layer's attention or hidden states are not found in the graph.
