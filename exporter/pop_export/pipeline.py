@@ -23,11 +23,13 @@ from pop_export.config import ExportConfig
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
-from pop_export.layer_plan import choose_layers
-from pop_export.reference import PrefillPlan
+from pop_export.plan_lab import PlanLab, TrialSettings
+from pop_export.quality import fit_summary, measuring_text, quality_summary
+from pop_export.refit import PrefillFit
 from pop_export.report import build_report, write_report
 from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
+from pop_export.selection import Choice, choose_plan
 from pop_export.speed import measure_speed
 from pop_export.verify import NUM_STEPS, prompt_length, require_passed, verify, verify_last_layer
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
@@ -75,23 +77,29 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("calibrate", "calibrating"):
         samples = _samples(config, checkpoint)
         calibration = _calibration(config, checkpoint, samples)
-    skipped = choose_layers(
-        calibration.prefill.importance,
-        prune_ratio=config.prune_ratio,
-        prune_layers=config.prune_layers,
-        num_layers=num_layers_of(checkpoint.model),
-    )
+    with watch.stage("select", "choosing layers"):
+        lab = _lab(config, checkpoint, kv_layers)
+        choice = choose_plan(config, lab, calibration.prefill.importance)
+    with watch.stage("refit", "fitting the prefill to the full model"):
+        fitted = lab.fit(choice.skipped_layers)
+    with watch.stage("quality", "measuring damage"):
+        damage = lab.measure(fitted)
+    measured = {
+        **fit_summary(fitted, watch.seconds["refit"]),
+        "quality": quality_summary(
+            lab.settings.protocol, damage, choice.curve, lab.point(fitted, damage["all"].kl_mean_nats), len(kv_layers)
+        ),
+    }
     with watch.stage("build", "building the graphs"):
         decode = build_decode_graph(checkpoint.model, kv_layers)
-        prefill = cut_prefill_graph(decode, skipped)
+        prefill = cut_prefill_graph(decode, fitted.plan)
     with staged_folder(config.out) as folder:
-        manifest = _manifest(config, checkpoint, kv_layers, skipped)
+        manifest = _manifest(config, checkpoint, kv_layers, choice, fitted)
         with watch.stage("write", "writing graphs and weights"):
             save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
         with watch.stage("verify", "verifying against PyTorch"):
             text = _verification_text(checkpoint, samples)
-            plan = PrefillPlan(frozenset(skipped))
-            verification = verify(folder, manifest, checkpoint.model, plan, text, config.threads)
+            verification = verify(folder, manifest, checkpoint.model, fitted.plan, text, config.threads)
             last_layer = verify_last_layer(folder, manifest, decode, checkpoint.model, text, config.threads)
             require_passed([*verification.checks, last_layer])
         with watch.stage("measure", "measuring speed"):
@@ -102,9 +110,25 @@ def export(config: ExportConfig) -> Bundle:
         report = build_report(
             config, checkpoint, calibration, manifest, verification, last_layer, speed, folder, watch.seconds
         )
-        report["samples"] = answers
+        report |= {**measured, "samples": answers}
         manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
+
+
+def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...]) -> PlanLab:
+    """Return what plans are tried with: text to fit on, text kept aside, and what a plan may use."""
+    samples = calibration_samples(
+        checkpoint.tokenizer,
+        data=config.calibration_data,
+        num_samples=config.refit_samples,
+        length=min(config.refit_length, max_positions_of(checkpoint.model)),
+        seed=config.seed,
+        num_held_out=NUM_HELD_OUT,
+        offline=config.offline,
+    )
+    held_out, protocol = measuring_text(samples, Windows(config.sink_tokens, config.boundary_tokens))
+    settings = TrialSettings(config.refit, config.uses_surrogates, protocol)
+    return PlanLab(checkpoint.model, kv_layers, samples.ids, held_out, settings)
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
@@ -147,7 +171,11 @@ def _verification_text(checkpoint: Checkpoint, samples: Samples) -> list[int]:
 
 
 def _manifest(
-    config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], skipped: tuple[int, ...]
+    config: ExportConfig,
+    checkpoint: Checkpoint,
+    kv_layers: tuple[KvLayer, ...],
+    choice: Choice,
+    fitted: PrefillFit,
 ) -> Manifest:
     """Return the manifest as far as it is known before the files exist."""
     model = checkpoint.model
@@ -155,7 +183,13 @@ def _manifest(
         model=checkpoint.source,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_positions=max_positions_of(model),
-        plan=Plan(len(kv_layers), skipped, chosen_by="gates" if config.prune_layers is None else "user"),
+        plan=Plan(
+            num_layers=len(kv_layers),
+            skipped_layers=choice.skipped_layers,
+            chosen_by=choice.chosen_by,
+            refitted_layers=fitted.refitted_layers,
+            surrogate_layers=tuple(sorted(fitted.plan.surrogates)),
+        ),
         windows=Windows(config.sink_tokens, config.boundary_tokens),
         kv_dtype="float32",
         kv_layers=kv_layers,

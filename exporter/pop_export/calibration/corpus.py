@@ -29,6 +29,7 @@ class Samples:
     held_out: tuple[np.ndarray, ...]  # shares no token position with `ids`
     description: str  # for the report: sources and counts
     sha256: str  # of all ids
+    held_out_sources: tuple[str, ...] = ()  # where each of `held_out` comes from
 
 
 def calibration_samples(
@@ -85,6 +86,7 @@ def calibration_samples(
         held_out=windows[num_used:],
         description=_describe(sources, counts, num_used, held_out, length, wanted),
         sha256=_sha256(windows),
+        held_out_sources=tuple(sources[index].name for index, _ in chosen[num_used:]),
     )
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from pop_export.graph.passes.narrow_projections import narrow_projections
 from pop_export.graph.passes.resolve_markers import marked_value
+from pop_export.graph.passes.use_prefill_weights import linear_node, use_prefill_weights
+from pop_export.reference import PrefillPlan, Surrogate
 from pop_runtime.errors import ModelError
 
 
-def cut_prefill_graph(decode: ir.Model, skipped_layers: Iterable[int]) -> ir.Model:
-    """Return a copy of the decode graph in which `skipped_layers` only write K and V, and which has no head.
+def cut_prefill_graph(decode: ir.Model, plan: PrefillPlan) -> ir.Model:
+    """Return a copy of the decode graph in which the plan's skipped layers only write K and V, and which has no head.
 
-    A skipped layer passes its input on unchanged. A kept layer whose output nothing reads any more (the last layers,
-    since prefill needs no logits) is reduced in the same way: that changes no value. Weights are shared with `decode`.
+    A skipped layer passes its input on unchanged, or with its surrogate added. A kept layer whose output nothing reads
+    any more (the last layers, since prefill needs no logits) is reduced in the same way: that changes no value. Weights
+    are shared with `decode`, except those that the plan brings itself.
 
     Raises:
         ModelError: a layer's attention or hidden states are not found in the graph.
@@ -25,19 +27,43 @@ def cut_prefill_graph(decode: ir.Model, skipped_layers: Iterable[int]) -> ir.Mod
     buffers = [value for value in graph.outputs if value.name and value.name.startswith("present.")]
     graph.outputs.clear()
     graph.outputs.extend(buffers)
-    skipped = sorted(set(skipped_layers))
+    skipped = sorted(plan.skipped_layers)
     # Deepest first: of two neighbours the deeper one then hands on a value that the other replaces in its turn.
     for layer in reversed(skipped):
         output, entered = marked_value(model, f"layers.{layer}.output"), marked_value(model, f"layers.{layer}.input")
-        ir.convenience.replace_all_uses_with(output, entered)
+        passed_on = entered
+        if layer in plan.surrogates:
+            passed_on = _with_surrogate(model, layer, entered, plan.surrogates[layer])
+        ir.convenience.replace_all_uses_with(output, passed_on)
         _write_kv_without_attention(model, layer)
     common_passes.RemoveUnusedNodesPass()(model)
     for layer in range(len(buffers) // 2):
         if layer not in skipped and _attention_of(model, layer).outputs[0].uses() == ():
             _write_kv_without_attention(model, layer)
     common_passes.RemoveUnusedNodesPass()(model)
+    use_prefill_weights(model, plan.weights)
+    narrow_projections(model)
+    common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
     return model
+
+
+def _with_surrogate(model: ir.Model, layer: int, entered: ir.Value, surrogate: Surrogate) -> ir.Value:
+    """Return `entered + x @ matrix`, where x is what the layer's K projection reads."""
+    features = linear_node(model, f"{surrogate.module}.weight").inputs[0]
+    assert features is not None
+    flattened = features.producer()
+    if flattened is not None and flattened.op_type == "Reshape":  # a Gemm reads all positions as one axis
+        features = flattened.inputs[0]
+    name = f"layers.{layer}.surrogate"
+    matrix = ir.val(name, const_value=ir.tensor(surrogate.matrix.numpy(), name=name))
+    model.graph.register_initializer(matrix)
+    product = ir.node("MatMul", [features, matrix])
+    total = ir.node("Add", [entered, product.outputs[0]])
+    model.graph.extend([product, total])  # sorted into place at the end
+    for node in (product, total):
+        node.outputs[0].type, node.outputs[0].shape = entered.type, entered.shape
+    return total.outputs[0]
 
 
 def _attention_of(model: ir.Model, layer: int) -> ir.Node:

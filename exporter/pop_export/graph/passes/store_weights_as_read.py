@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+TRANSPOSED = "pop.transposed"  # metadata of an initializer that lies the other way round than the parameter it is
+
 
 def store_weights_as_read(model: ir.Model) -> int:
     """Remove `Transpose` nodes between a weight and the `MatMul` that reads it.
@@ -52,6 +54,7 @@ def _transpose_initializer(weight: ir.Value) -> None:
     # Lazy: a second copy of every weight at once would double the export's peak memory.
     weight.const_value = ir.LazyTensor(transposed, dtype=tensor.dtype, shape=ir.Shape((K, N)), name=name)
     weight.shape = ir.Shape((K, N))
+    weight.metadata_props[TRANSPOSED] = "yes"
 
 
 def _read_transposed(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
