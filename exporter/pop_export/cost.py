@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pop_export.decoder import decoder_layers
-from pop_export.projections import Projection, linear_modules
+from pop_export.projections import Projection, linear_modules, output_axis
 from pop_runtime.manifest import KvLayer, Windows
 
 NUM_TOKENS = 1024  # prompt that speedups are predicted for, the one that speed.py measures
@@ -37,7 +38,7 @@ def layer_costs(
         plain = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
         of_experts = sum(p.numel() for p in layer.parameters() if p.ndim == 3) * active_share
         of_layer = [projection for projection in projections if projection.layer == index]
-        features = {p.module: modules[p.module].weight.numel() // _num_outputs(modules[p.module]) for p in of_layer}
+        features = {p.module: _num_features(modules[p.module]) for p in of_layer}
         kv = kv_layers[index]
         costs.append(
             LayerCost(
@@ -80,6 +81,8 @@ def predicted_speedup(
     return full * num_tokens / (full * at_full_depth + pruned * (num_tokens - at_full_depth))
 
 
-def _num_outputs(module: object) -> int:
-    """Return the outputs of a `Linear` or a `Conv1D`."""
-    return int(getattr(module, "out_features", None) or getattr(module, "nf", 0))
+def _num_features(module: nn.Module) -> int:
+    """Return the inputs of a linear module."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[1 - output_axis(module)]

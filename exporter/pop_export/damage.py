@@ -9,8 +9,8 @@ what it skips, so that dozens of plans can be tried.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class Protocol:
 
     context_tokens: int = CONTEXT_TOKENS
     continuation_tokens: int = CONTINUATION_TOKENS
-    windows: Windows = Windows()
+    windows: Windows = field(default_factory=Windows)
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class DamageMeter:
         self._stack, self.protocol = stack, protocol
         self._batches = [
             (source, _FullRun(stack, ids, protocol))
-            for source, ids in texts.items()
-            for ids in batches(ids, BATCH_TOKENS)
+            for source, windows in texts.items()
+            for ids in batches(windows, BATCH_TOKENS)
         ]
 
     @torch.no_grad()
@@ -183,13 +183,10 @@ class _FullRun:
         """Write the skipped layer's K and V and return what it passes on."""
         surrogate = plan.surrogates.get(layer)
         cache.stopping = True
-        try:
-            with watched(self._stack.model, {surrogate.module} if surrogate else set(), stop=False) as seen:
-                self._stack.run(calls, layer, hidden)
-        except StopLayer:
-            pass
-        finally:
-            cache.stopping = False
+        names = {surrogate.module} if surrogate else set()
+        with watched(self._stack.model, names, stop=False) as seen, suppress(StopLayer):
+            self._stack.run(calls, layer, hidden)
+        cache.stopping = False
         return hidden if surrogate is None else hidden + seen[surrogate.module][0] @ surrogate.matrix
 
     def _predict(self, hidden: Tensor) -> Tensor:

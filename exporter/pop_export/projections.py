@@ -1,4 +1,4 @@
-"""Find which modules compute each layer's K and V, whatever the family calls them: by where the gradient of K and V goes.
+"""Find which modules compute each layer's K and V, by where the gradient of K and V goes.
 
 Names would do for most families; the gradient proves it for all of them, fused projections included, and says which
 outputs of a module are K and which are V.

@@ -7,7 +7,8 @@ pass the features as they really arrive. A skipped layer costs the pruned pass i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,11 +139,8 @@ def fit_prefill(
 
 def _reaching(stack: LayerStack, calls: Calls, layer: int, hidden: Tensor, modules: set[str]) -> _Features:
     """Return what reaches the layer's modules when `hidden` enters it; the rest of the layer does not run."""
-    with watched(stack.model, modules, stop=True) as seen:
-        try:
-            stack.run(calls, layer, hidden)
-        except StopLayer:
-            pass
+    with watched(stack.model, modules, stop=True) as seen, suppress(StopLayer):
+        stack.run(calls, layer, hidden)
     return _Features({name: x for name, (x, _) in seen.items()}, {name: y for name, (_, y) in seen.items()})
 
 
@@ -179,7 +177,7 @@ def _refit_layer(
             )
             for walk, state in zip(walks, states, strict=True)
         ]
-        fitted = fit(*moments, has_intercept=has_bias)
+        fitted = fit(moments[0], moments[1], has_bias)
         records.append(_record(projection.layer, projection.part, fitted))
         if fitted.helps:
             _change_weights(module, projection, fitted.change, weights)
@@ -200,7 +198,7 @@ def _fit_surrogate(
         )
         for walk, state in zip(walks, states, strict=True)
     ]
-    fitted = fit(*moments, has_intercept=False)
+    fitted = fit(moments[0], moments[1], has_intercept=False)
     matrix = torch.from_numpy(fitted.change).to(walks[0].pruned[0].dtype)
     return _record(layer, "surrogate", fitted), Surrogate(module, matrix)
 
@@ -246,8 +244,3 @@ def _change_weights(module: nn.Module, projection: Projection, change: np.ndarra
 def _record(layer: int, projection: str, fitted: Fitted) -> FitRecord:
     numbers = {f.name: getattr(fitted, f.name) for f in dataclasses.fields(fitted) if f.name != "change"}
     return FitRecord(layer, projection, kept=fitted.helps, **numbers)
-
-
-def weights_of(plan: PrefillPlan, module: str) -> Mapping[str, Tensor]:
-    """Return the plan's own parameters of one module, by their name inside it."""
-    return {n.removeprefix(f"{module}."): w for n, w in plan.weights.items() if n.rpartition(".")[0] == module}

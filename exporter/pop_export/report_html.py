@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from pop_export.report_plots import curve_plot, importance_plot, refit_plot
+from pop_export.report_plots import curve_plot, fit_plot, importance_plot
 
 TEMPLATE = "report.html.j2"
 CHOSEN_BY = {"gates": "their importance for prefill", "search": "the damage they do", "user": "hand"}
@@ -36,20 +36,22 @@ def render_html(report: dict[str, Any]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     template = environment.from_string(Path(__file__).with_name(TEMPLATE).read_text(encoding="utf-8"))
-    quality, refit = report.get("quality") or {}, report.get("refit") or {}
+    quality = report.get("quality") or {}
+    fits = {name: (report.get(name) or {}).get("layers") for name in ("refit", "surrogate")}
     return template.render(
         report=report,
         quality=quality,
-        refit=refit,
+        fits=fits,
         number=partial(number, report),
         layers=partial(layers, report),
         chosen_by=CHOSEN_BY,
+        key=key,
         plain=plain,
         plots={
             "prefill": Markup(importance_plot(report, "prefill")),
             "decode": Markup(importance_plot(report, "decode")),
             "curve": Markup(curve_plot(report)) if quality.get("curve") else None,
-            "refit": Markup(refit_plot(report)) if refit.get("layers") else None,
+            **{name: Markup(fit_plot(report, name)) if layers else None for name, layers in fits.items()},
         },
     )
 
@@ -77,11 +79,17 @@ def layers(report: dict[str, Any], path: str) -> Markup:
 
 
 def look_up(report: dict[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of keys and list indices."""
+    """Return the value at a dotted path of keys (see `key`) and list indices."""
     value: Any = report
-    for key in path.split("."):
-        value = value[int(key)] if isinstance(value, list | tuple) else value[key]
+    for part in path.split("."):
+        name = part.replace("~1", ".").replace("~0", "~")
+        value = value[int(name)] if isinstance(value, list | tuple) else value[name]
     return value
+
+
+def key(name: str) -> str:
+    """Return a key as a part of a dotted path; it may hold dots itself."""
+    return name.replace("~", "~0").replace(".", "~1")
 
 
 def _data(value: Any, path: str, shown: str) -> Markup:

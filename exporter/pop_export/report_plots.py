@@ -80,13 +80,13 @@ def curve_plot(report: dict[str, Any]) -> str:
 
 def measured_point(report: dict[str, Any]) -> tuple[float, float] | None:
     """Return the measured speed-up and mean KL of the chosen plan, or None if its KL was not measured."""
-    divergence = report["quality"].get("kl_mean_nats")
-    return None if divergence is None else (report["speed"]["prefill_speedup"], divergence)
+    chosen = report["quality"].get("chosen")
+    return None if chosen is None else (report["speed"]["prefill_speedup"], chosen["kl_mean_nats"])
 
 
-def refit_plot(report: dict[str, Any]) -> str:
-    """Return each fit's error on text kept aside, after over before, by layer."""
-    records = report["refit"]["layers"]
+def fit_plot(report: dict[str, Any], kind: str) -> str:
+    """Return the error of each fit of a kind, "refit" or "surrogate", on text kept aside: after over before."""
+    records = report[kind]["layers"]
     names = sorted({record["projection"] for record in records})
 
     def draw(axes: Axes) -> None:
@@ -101,7 +101,7 @@ def refit_plot(report: dict[str, Any]) -> str:
         axes.set(xlabel="skipped layer", ylabel="held-out error, after / before")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names))
 
-    return _svg(draw, "refit", "What re-fitting gains on text kept aside")
+    return _svg(draw, kind, f"What each {kind} gains on text kept aside")
 
 
 def _svg(draw: Callable[[Axes], None], name: str, title: str) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 
 import pytest
 
+from pop_export.cli import parser
 from pop_export.config import ExportConfig
-from pop_export.report import command_line
+from pop_export.report import NOT_FLAGS, command_line
 from pop_export.report_html import look_up, render_html
 from pop_runtime.manifest import read_manifest
 
@@ -56,18 +59,24 @@ def whole(report):
         {"ratio": share / 5, "skipped_layers": list(range(5 - share, 5)), "kl_mean_nats": 0.01 * share**2,
          "predicted_speedup": 1 + 0.2 * share} for share in range(4)
     ]  # fmt: skip
+    damage = {"kl_mean_nats": 0.0123, "kl_p95_nats": 0.05, "top1_agreement": 0.97, "num_positions": 1024}
     layers = [
         {"layer": layer, "projection": part, "held_out_before": 0.5, "held_out_after": after, "kept": after < 0.5}
         for layer in (1, 3) for part, after in (("key", 0.2), ("value", 0.6))
     ]  # fmt: skip
     return {
         **copy.deepcopy(report),
-        "quality": {"kl_mean_nats": 0.0123, "top1_agreement": 0.97, "curve": curve},
+        "quality": {
+            "protocol": {"context_tokens": 384, "continuation_tokens": 128},
+            "chosen": {**damage, "per_source": {"a.txt": {**damage, "kl_mean_nats": 0.5}, "b~1": damage}},
+            "curve": curve,
+        },
         "ablation": [
             {"name": "as published", "kl_mean_nats": 0.2, "top1_agreement": 0.7},
             {"name": "without KV", "kl_mean_nats": 1.5},
         ],
         "refit": {"layers": layers},
+        "surrogate": {"layers": [{**layers[0], "projection": "surrogate"}]},
     }
 
 
@@ -95,9 +104,11 @@ def test_sections_without_data_are_left_out(report, whole):
         return set(re.findall(r'<section id="(\w+)"', render_html(content)))
 
     always = {"importance", "windows", "verification", "speed", "samples", "repeat"}
-    assert sections(report) - {"quality", "refit"} == always
-    assert sections(whole) == always | {"quality", "ablation", "refit"}
-    assert sections({**report, "samples": [], "quality": None}) == always - {"samples"}
+    assert sections(report) - {"quality", "refit", "surrogate"} == always
+    assert sections(whole) == always | {"quality", "ablation", "refit", "surrogate"}
+    assert sections({**report, "samples": [], "quality": None, "refit": None, "surrogate": None}) == always - {
+        "samples"
+    }
 
 
 def test_a_plan_that_skips_nothing_has_a_page(report):
@@ -134,7 +145,7 @@ def test_the_page_refers_to_nothing_outside_itself(whole):
 
 def test_plots_take_their_colours_from_the_page(whole):
     text = render_html(whole)
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 5
     assert "var(--kept)" in text and "var(--skipped)" in text and "prefers-color-scheme: dark" in text
     assert "#030303" not in text and "#ffffff;" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
 
@@ -151,13 +162,21 @@ def test_the_report_tells_standard_errors_and_the_command_line(report, llama_fol
     )
 
 
-def test_the_command_line_quotes_and_leaves_defaults_out(tmp_path):
+def test_the_command_line_gives_the_settings_again_and_leaves_defaults_out(tmp_path):
     config = ExportConfig(
-        model="my model", out=tmp_path, force=True, calibration_data=("a b.txt", "c.txt"), calibration_batch=7
+        model="my model", out=tmp_path, force=True, calibration_data=("a b.txt", "c.txt"), calibration_batch=7, seed=3
     )
-    assert command_line(config) == (
-        f"pop-export --model 'my model' --out {tmp_path} --force --calibration-data 'a b.txt' c.txt"
-    )
+    line = command_line(config)
+    assert line == f"pop-export --model 'my model' --out {tmp_path} --force --calibration-data 'a b.txt' c.txt --seed 3"
+    arguments = vars(parser().parse_args(shlex.split(line)[1:]))
+    del arguments["json"]
+    again = ExportConfig(**{**arguments, "calibration_data": tuple(arguments["calibration_data"])})
+    assert dataclasses.replace(again, calibration_batch=7) == config
+
+
+def test_every_setting_but_those_named_is_a_flag():
+    flags = {action.dest for action in parser()._actions}
+    assert {field.name for field in dataclasses.fields(ExportConfig)} - flags == set(NOT_FLAGS)
 
 
 def test_samples_hold_both_answers_and_how_far_they_agree(report):

@@ -42,9 +42,8 @@ def _narrow(model: ir.Model, linear: ir.Node) -> bool:
     _cut_input(model, linear, 1, low, high)
     for node in chain:
         for index, value in enumerate(node.inputs):
-            if value is not weight and value is not None and value.is_initializer() and value.const_value is not None:
-                if value.const_value.shape.numpy() == (num_columns,) and node.op_type in ("Add", "Gemm"):
-                    _cut_input(model, node, index, low, high)
+            if value is not weight and value is not None and _is_bias(value, num_columns):
+                _cut_input(model, node, index, low, high)
         node.outputs[0].shape = None
     for reader, span in zip(readers, known, strict=True):
         _move(model, reader, span, low)
@@ -52,15 +51,18 @@ def _narrow(model: ir.Model, linear: ir.Node) -> bool:
 
 
 def _chain(linear: ir.Node) -> list[ir.Node]:
-    """Return the linear node, the `Add` of its bias and a `Reshape` that keeps the last axis, as far as they follow."""
-    chain = [linear]
-    while len(uses := chain[-1].outputs[0].uses()) == 1:
-        node, index = uses[0]
-        other = node.inputs[1 - index] if node.op_type == "Add" else None
-        if other is None or not other.is_initializer() or len(chain) > 1:
-            break
-        chain.append(node)
-    return chain
+    """Return the linear node and the `Add` of its bias, if one follows."""
+    uses = list(linear.outputs[0].uses())
+    if len(uses) != 1 or uses[0][0].op_type != "Add":
+        return [linear]
+    node, index = uses[0]
+    other = node.inputs[1 - index]
+    return [linear, node] if other is not None and other.is_initializer() else [linear]
+
+
+def _is_bias(value: ir.Value, num_columns: int) -> bool:
+    """Return whether a value is a constant of one number per column."""
+    return value.const_value is not None and value.const_value.shape.numpy() == (num_columns,)
 
 
 def _span(reader: ir.Node, num_columns: int) -> tuple[int, int] | None:
