@@ -11,7 +11,7 @@ from pop_export.quiet import first_line
 from pop_runtime.errors import ModelError
 from pop_runtime.manifest import KvLayer
 
-NUM_TOKENS = 12
+NUM_TOKENS, NUM_FIRST = 12, 5  # fed to try a model: at once, and as 5 + 7
 PLAIN_LAYERS = {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}  # of transformers' cache
 TOLERANCE = 1e-3  # of the largest logit, between two orders of the same sums in fp32
 
@@ -23,24 +23,28 @@ def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
     Raises:
         ModelError: the model is not a decoder, or its layers keep something else than one K and one V each.
     """
-    _refuse_non_decoder(model)
     _refuse_state(model)
     ids = some_token_ids(model, NUM_TOKENS)
     cache = DynamicCache(config=model.config)
     try:
-        whole = model(input_ids=ids, use_cache=False).logits[0, -1]
-        for start, stop in ((0, 5), (5, NUM_TOKENS)):
+        whole = model(input_ids=ids, use_cache=False).logits[0]  # [12, V]
+        beginning = model(input_ids=ids[:, :NUM_FIRST], use_cache=False).logits[0]
+        for start, stop in ((0, NUM_FIRST), (NUM_FIRST, NUM_TOKENS)):
             inputs = {"input_ids": ids[:, start:stop], cache_argument(model): cache}
             inputs |= position_arguments(model, torch.arange(start, stop)[None])
             pieces = model(use_cache=True, **inputs).logits[0, -1]
     except Exception as error:  # a family's forward may want anything: images, an encoder's output
         raise _refused(model, f"it does not run on token ids and a KV cache alone ({first_line(error)})") from error
     layers = _layers_with_keys(model, cache)
-    if not float((whole - pieces).abs().max()) <= TOLERANCE * float(whole.abs().max()):
-        raise _refused(
-            model, "fed in pieces it computes other logits than fed at once, so K and V are not all it keeps"
-        )
+    if _differ(beginning, whole[:NUM_FIRST]):
+        raise _refused(model, "its tokens attend to later ones: it is an encoder, not a decoder")
+    if _differ(pieces, whole[-1]):
+        raise _refused(model, "fed in pieces it computes other logits than fed at once, so K and V are not all it keeps")
     return layers
+
+
+def _differ(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return not float((found - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
 
 
 def _layers_with_keys(model: PreTrainedModel, cache: DynamicCache) -> tuple[KvLayer, ...]:
@@ -50,12 +54,6 @@ def _layers_with_keys(model: PreTrainedModel, cache: DynamicCache) -> tuple[KvLa
     if len(kept) != num_layers or len(cache.layers) != num_layers:
         raise _refused(model, f"expected K and V from each of {num_layers} layers, found them from {len(kept)}")
     return tuple(KvLayer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept)
-
-
-def _refuse_non_decoder(model: PreTrainedModel) -> None:
-    """Raise a ModelError for an encoder, which attends to the future as well."""
-    if getattr(model.config, "is_decoder", True) is False:
-        raise _refused(model, "it is an encoder (its config says is_decoder: false)")
 
 
 def _refuse_state(model: PreTrainedModel) -> None:

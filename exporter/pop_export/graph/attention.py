@@ -83,17 +83,14 @@ class FusedCache(Cache):
 class BufferCache(Cache):
     """Stands in for the KV cache: writes new K and V into their buffers and returns the whole buffers.
 
-    Args:
-        takes_positions: the model's forward is given positions, so that nothing needs the cache's length for them.
+    Its length is given as 0: a family that counts positions by it is found by verification.
     """
 
-    def __init__(self, takes_positions: bool) -> None:
+    def __init__(self) -> None:
         self.layers: list[Any] = []
-        self._takes_positions = takes_positions
 
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        assert _current is not None
-        return 0 if self._takes_positions else _current.past_lengths[:, None]  # [B, 1]: rows differ
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0  # `_buffer_mask` adds each row's own

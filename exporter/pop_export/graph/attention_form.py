@@ -23,7 +23,7 @@ PROBE = "pop_probe"  # name of the twin in transformers' registries
 NUM_TOKENS = 24
 TOLERANCE = 1e-3  # of the largest logit
 HEAD_SIZE_STEP = 8  # GroupQueryAttention takes multiples of it only
-MASK_ROWS = 4096  # positions over which a mask's pattern is read
+MASK_ROWS = 1 << 20  # positions over which a mask's pattern is read: beyond any window
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,14 @@ class _Watch:
     def __init__(self) -> None:
         self.cache = _WatchedCache()
         self.windows: dict[int, int | None] = {}  # of the layers that attended
-        self._masks: list[int | None] = []  # window of each mask made
+        self._masks: list[int | None | NotFused] = []  # window of each mask made, or why it has none
 
     def mask(self, *_: Any, mask_function: Callable[..., Any], q_length: int, **__: Any) -> Tensor:
         """Return a stand-in [1, 1, S, S] for a mask, full of its index: layers may slice it."""
-        self._masks.append(window_of(mask_function))
+        try:
+            self._masks.append(window_of(mask_function))
+        except NotFused as problem:  # of no account unless a layer attends with this mask
+            self._masks.append(problem)
         return torch.full((1, 1, q_length, q_length), float(len(self._masks) - 1))
 
     def attend(
@@ -105,7 +108,10 @@ class _Watch:
         index = float(mask.flatten()[0])
         if not bool((mask == index).all()) or index not in range(len(self._masks)):
             raise NotFused("it adds a bias to its attention scores")
-        return self._masks[int(index)]
+        window = self._masks[int(index)]
+        if isinstance(window, NotFused):
+            raise window
+        return window
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:

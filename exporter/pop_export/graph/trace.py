@@ -51,7 +51,7 @@ class _DecodeForward(nn.Module):
         pairs = list(zip(past[0::2], past[1::2], strict=True))
         trace = Trace(pairs, past_lengths, total.to(torch.int32).reshape(()), self.form.windows)
         positions = position_arguments(self.model, past_lengths[:, None] + torch.arange(S)[None])  # [B, S]
-        cache: Cache = FusedCache() if self.form.fused else BufferCache(takes_positions=bool(positions))
+        cache: Cache = FusedCache() if self.form.fused else BufferCache()
         with tracing(trace):
             out = self.model(input_ids=input_ids, use_cache=True, **positions, **{cache_argument(self.model): cache})
         present = [buffer for layer in range(len(pairs)) for buffer in trace.present[layer]]

@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.exporter.families.overrides import OVERRIDES
 from tests.tiny_models import redraw
 
 NUM_LAYERS = 4
@@ -27,7 +28,6 @@ SIZES: tuple[tuple[Any, str], ...] = (
     (258, "pad_token_id pad_index"),
     (256, "bos_token_id bos_index"),
     (257, "eos_token_id eos_index"),
-    (True, "is_decoder"),
     (0.0, "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout activation_dropout layerdrop"),
     # mixture of experts
     (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
@@ -40,9 +40,6 @@ SIZES: tuple[tuple[Any, str], ...] = (
     (8, "qk_rope_head_dim"),
     (12, "v_head_dim"),
 )
-
-# What the shared names cannot say. Every line has its reason.
-OVERRIDES: dict[str, dict[str, Any]] = {}
 
 
 def causal_model_types() -> list[str]:
@@ -58,26 +55,49 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         changes: fields to set otherwise.
     """
     config_class = CONFIG_MAPPING[model_type]
-    declared = config_class().to_dict()
+    return config_class(**{**_tiny_fields(config_class, OVERRIDES.get(model_type, {})), **changes})
+
+
+def _tiny_fields(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a tiny config, those of the configs inside it included."""
+    default = config_class(**overrides)
+    declared = default.to_dict()
     fields = {name: value for value, names in SIZES for name in names.split() if name in declared}
     if declared.get("sliding_window"):
         fields["sliding_window"] = WINDOW
     if "qk_rope_head_dim" in declared:
+        fields["num_key_value_heads"] = 4
         fields.pop("head_dim", None)  # the heads follow from the three sizes of latent attention
-    fields |= OVERRIDES.get(model_type, {})
-    return config_class(**{**fields, **changes})
+    for name in config_class.sub_configs:
+        part = getattr(default, name)
+        if isinstance(part, PreTrainedConfig):
+            fields[name] = {**_tiny_fields(type(part), OVERRIDES.get(part.model_type, {})), "model_type": part.model_type}
+    return fields | overrides
+
+
+def as_checkpoint(model_type: str) -> dict[str, Any]:
+    """Return what the config.json of a checkpoint of this family says, as far as the loader looks at it."""
+    config_class = CONFIG_MAPPING[model_type]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    if "text_config" in config_class.sub_configs:  # checkpoints hold the whole, not its text part
+        architecture = architecture.replace("ForCausalLM", "ForConditionalGeneration")
+    known = {"model_type": model_type, "architectures": [architecture]}
+    try:
+        return {**config_class().to_dict(), **known}
+    except Exception:  # some classes refuse their own defaults
+        return known
 
 
 def tiny_family_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return a re-drawn eager fp32 model of the family.
 
     Raises:
-        ModelError: the tiny config still makes a model of more than 20 million parameters.
+        ModelError: the tiny config still makes a model of more than 250 million parameters.
     """
     config = tiny_config(model_type, **changes)
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    assert num_parameters < 20e6, f"{model_type}: {num_parameters} parameters: the tiny config is not tiny"
+    assert num_parameters < 250e6, f"{model_type}: {num_parameters} parameters: the tiny config is not tiny"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     redraw(model, seed)
