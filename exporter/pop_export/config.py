@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pop_runtime.errors import UsageError
+
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+Int4Method = Literal["rtn", "k_quant", "hqq"]
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # all that ONNX Runtime's quantisers and kernels take (1.32)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class ExportConfig:
     sink_tokens: int = 0  # tokens at the start of a sequence that run at full depth
     boundary_tokens: int = 1  # tokens at the end of each turn that run at full depth
 
+    precision: Precision = "fp32"
+    block_size: int | None = None  # weights that share a scale; None: DEFAULT_BLOCK_SIZE
+    int4_method: Int4Method = "rtn"  # how scales are found: round to nearest, or a search
+    symmetric: bool | None = None  # None: symmetric for int8, asymmetric for int4
+
     threads: int | None = None  # None: one per visible core
 
     def __post_init__(self) -> None:
@@ -53,3 +62,25 @@ class ExportConfig:
             )
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads: expected at least 1, found {self.threads}")
+        self._check_precision()
+
+    def _check_precision(self) -> None:
+        """Refuse settings of quantisation that do not go with the precision or with each other."""
+        if self.precision not in get_args(Precision):
+            raise UsageError(f"--precision: expected one of {', '.join(get_args(Precision))}, found {self.precision}")
+        if self.precision not in ("int8", "int4"):
+            for flag, is_set in (("--block-size", self.block_size), ("--symmetric", self.symmetric)):
+                if is_set is not None:
+                    raise UsageError(f"{flag}: expected --precision int8 or int4 with it, found {self.precision}")
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
+            raise UsageError(
+                f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}, found {self.block_size}"
+            )
+        if self.int4_method != "rtn":
+            if self.precision != "int4":
+                raise UsageError(f"--int4-method: expected --precision int4 with it, found {self.precision}")
+            if self.symmetric:
+                raise UsageError(
+                    f"--symmetric: expected --int4-method rtn with it, found {self.int4_method}, which places the zero "
+                    "point itself; leave --symmetric out"
+                )
