@@ -60,6 +60,8 @@ class ExportConfig:
                 f"--boundary-tokens: expected at least 1 (the last prompt token predicts the first new one), "
                 f"found {self.boundary_tokens}"
             )
+        if self.seed < 0:
+            raise UsageError(f"--seed: expected at least 0, found {self.seed}")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads: expected at least 1, found {self.threads}")
         self._check_precision()

@@ -21,11 +21,12 @@ from pop_export.calibration.record import Calibration, read_calibration, write_c
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
 from pop_export.config import ExportConfig
 from pop_export.decoder import max_positions_of, num_layers_of
+from pop_export.genai_config import genai_config
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.layer_plan import choose_layers
 from pop_export.reference import PrefillPlan
-from pop_export.report import build_report, write_report
+from pop_export.report import build_report, write_json
 from pop_export.speed import measure_speed
 from pop_export.verify import NUM_STEPS, prompt_length, require_passed, verify, verify_last_layer
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
@@ -168,7 +169,8 @@ def _finish(
     """Write everything beside graphs and weights, the manifest last, and return it complete."""
     written = save_tokenizer(checkpoint, folder)
     write_calibration(folder / "calibration.json", calibration)
-    write_report(folder / "report.json", report)
+    write_json(folder / "report.json", report)
+    write_json(folder / "genai_config.json", genai_config(manifest))
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     complete = dataclasses.replace(
         manifest,

@@ -48,9 +48,9 @@ def build_report(
     }
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON."""
-    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as JSON that people can read."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def peak_memory_bytes() -> int:

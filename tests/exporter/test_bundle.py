@@ -1,0 +1,139 @@
+"""Writing a bundle: all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import onnx
+import pytest
+
+from pop_export.bundle import check_target, staged_folder
+from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.manifest import MANIFEST_NAME
+
+
+def _bundle(folder, content="old"):
+    folder.mkdir()
+    (folder / MANIFEST_NAME).write_text(content)
+    return folder
+
+
+def test_a_new_or_empty_target_is_accepted(tmp_path):
+    (tmp_path / "empty").mkdir()
+    check_target(tmp_path / "new", force=False)
+    check_target(tmp_path / "empty", force=False)
+
+
+def test_an_existing_bundle_needs_force(tmp_path):
+    target = _bundle(tmp_path / "out")
+    with pytest.raises(UsageError, match="a bundle is already there; pass --force"):
+        check_target(target, force=False)
+    check_target(target, force=True)
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="a folder with other files"):
+        check_target(tmp_path, force=True)
+
+
+def test_a_file_is_never_replaced(tmp_path):
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(UsageError, match="found a file"):
+        check_target(tmp_path / "out", force=True)
+
+
+def test_a_finished_folder_takes_its_name_whole(tmp_path):
+    with staged_folder(tmp_path / "deep" / "out") as folder:
+        (folder / MANIFEST_NAME).write_text("new")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert (tmp_path / "deep" / "out" / MANIFEST_NAME).read_text() == "new"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+def test_an_old_bundle_is_replaced_whole(tmp_path):
+    target = _bundle(tmp_path / "out")
+    (target / "left-over.onnx").write_text("old")
+    with staged_folder(target) as folder:
+        (folder / MANIFEST_NAME).write_text("new")
+    assert {path.name: path.read_text() for path in target.iterdir()} == {MANIFEST_NAME: "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_to_a_bundle_goes_on_pointing_to_the_new_one(tmp_path):
+    _bundle(tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    with staged_folder(tmp_path / "link") as folder:
+        (folder / MANIFEST_NAME).write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / MANIFEST_NAME).read_text() == "new"
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), KeyboardInterrupt()])
+def test_an_interrupted_export_leaves_nothing_and_keeps_the_old_bundle(tmp_path, error):
+    target = _bundle(tmp_path / "out")
+    with pytest.raises(type(error)), staged_folder(target) as folder:
+        (folder / "weights.bin").write_text("half")
+        raise error
+    assert (target / MANIFEST_NAME).read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
+    script = (
+        "import os, sys, pathlib; from pop_export.bundle import staged_folder\n"
+        "with staged_folder(pathlib.Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'weights.bin').write_text('half'); os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
+    assert killed.returncode == -9
+    assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    with staged_folder(tmp_path / "out") as folder:
+        (folder / MANIFEST_NAME).write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_running_export_beside_this_one_is_left_alone(tmp_path):
+    running = tmp_path / f".out.partial-{os.getppid()}"
+    running.mkdir()
+    with staged_folder(tmp_path / "out"):
+        pass
+    assert running.is_dir()
+
+
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device", "weights.bin")
+    message = r"weights\.bin: cannot write the bundle: the disk is full"
+    with pytest.raises(ModelError, match=message), staged_folder(tmp_path / "out") as folder:
+        (folder / "weights.bin").write_text("half")
+        raise full
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ModelError, match="cannot write the bundle"), staged_folder(tmp_path / "file" / "out"):
+        pass
+
+
+def test_both_graphs_read_the_same_bytes_of_one_file(tiny_bundle):
+    places = {}
+    for name in ("prefill.onnx", "decode.onnx"):
+        model = onnx.load(tiny_bundle.folder / name, load_external_data=False)
+        external = [tensor for tensor in model.graph.initializer if tensor.external_data]
+        places[name] = {t.name: tuple(entry.value for entry in t.external_data) for t in external}
+        assert {place[0] for place in places[name].values()} == {"weights.bin"}
+    assert places["prefill.onnx"].items() <= places["decode.onnx"].items()
+
+
+def test_the_tied_embedding_is_stored_once(tiny_bundle):
+    # alignment to pages weighs on tiny tensors: 64 x 4096 bytes at most
+    size = tiny_bundle.report["size"]
+    assert size["weights_bytes"] <= size["fp32_parameter_bytes"] * 1.05 + 64 * 4096
+    model = onnx.load(tiny_bundle.folder / "decode.onnx", load_external_data=False)
+    readers = [node.op_type for node in model.graph.node if "lm_head.weight" in node.input]
+    assert sorted(readers) == ["Gather", "Gemm"]

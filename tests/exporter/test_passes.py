@@ -1,0 +1,113 @@
+"""Graph passes on graphs built by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from pop_export.graph.passes.resolve_markers import marked_value, resolve_markers
+from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
+from pop_runtime.errors import ModelError
+
+E, V = 6, 5
+WEIGHT = np.arange(V * E, dtype=np.float32).reshape(V, E)
+
+
+def _weight(name: str) -> ir.Value:
+    return ir.val(name, const_value=ir.tensor(WEIGHT.copy(), name=name))
+
+
+def _model(inputs: list[ir.Value], outputs: list[ir.Value], nodes: list[ir.Node], weights: list[ir.Value]) -> ir.Model:
+    graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=weights, opset_imports={"": 24, "pop": 1}, name="hand")
+    return ir.Model(graph, ir_version=10)
+
+
+def _named(node: ir.Node, name: str, shape: list[int | str]) -> ir.Value:
+    value = node.outputs[0]
+    value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    return value
+
+
+def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    proto = ir.to_proto(model).SerializeToString()
+    return onnxruntime.InferenceSession(proto, providers=["CPUExecutionProvider"]).run(None, feeds)
+
+
+def _linear(weight: ir.Value) -> tuple[ir.Value, list[ir.Node], ir.Value]:
+    x = ir.val("x", ir.DataType.FLOAT, ["B", 1, E])
+    transpose = ir.node("Transpose", [weight], {"perm": [1, 0]})
+    matmul = ir.node("MatMul", [x, transpose.outputs[0]])
+    return x, [transpose, matmul], _named(matmul, "y", ["B", 1, V])
+
+
+def test_a_weight_that_only_a_transpose_reads_is_stored_transposed():
+    weight = _weight("w")
+    x, nodes, y = _linear(weight)
+    model = _model([x], [y], nodes, [weight])
+    given = np.ones((2, 1, E), np.float32)
+    before = _run(model, {"x": given})
+    assert store_weights_as_read(model) == 1
+    assert [node.op_type for node in model.graph] == ["MatMul"]
+    assert model.graph.initializers["w"].const_value.numpy().shape == (E, V)
+    np.testing.assert_array_equal(_run(model, {"x": given}), before)
+
+
+def test_a_weight_that_is_read_both_ways_is_stored_once_as_it_is():
+    weight = _weight("embedding")
+    x, nodes, y = _linear(weight)
+    ids = ir.val("ids", ir.DataType.INT64, ["B", "S"])
+    gather = ir.node("Gather", [weight, ids])
+    model = _model([x, ids], [y, _named(gather, "rows", ["B", "S", E])], [*nodes, gather], [weight])
+    feeds = {"x": np.ones((2, 1, E), np.float32), "ids": np.array([[0, 4]])}
+    before = _run(model, feeds)
+    assert store_weights_as_read(model) == 1
+    assert "Gemm" in [node.op_type for node in model.graph]
+    assert sum(value.const_value.size == V * E for value in model.graph.initializers.values()) == 1
+    for now, then in zip(_run(model, feeds), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_a_graph_without_transposed_weights_is_left_alone():
+    x = ir.val("x", ir.DataType.FLOAT, ["B", E])
+    transpose = ir.node("Transpose", [x], {"perm": [1, 0]})  # of an activation
+    model = _model([x], [_named(transpose, "y", [E, "B"])], [transpose], [])
+    assert store_weights_as_read(model) == 0
+    assert [node.op_type for node in model.graph] == ["Transpose"]
+
+
+def _marked(value: ir.Value, name: str) -> ir.Node:
+    return ir.node("Marker", [value], {"name": name}, domain="pop")
+
+
+def test_markers_name_their_value_and_vanish():
+    x = ir.val("x", ir.DataType.FLOAT, [E])
+    relu = ir.node("Relu", [x])
+    first = _marked(relu.outputs[0], "layers.0.output")
+    second = _marked(first.outputs[0], "layers.1.input")
+    neg = ir.node("Neg", [second.outputs[0]])
+    model = _model([x], [_named(neg, "y", [E])], [relu, first, second, neg], [])
+    assert resolve_markers(model) == 2
+    assert [node.op_type for node in model.graph] == ["Relu", "Neg"]
+    assert marked_value(model, "layers.0.output") is marked_value(model, "layers.1.input") is relu.outputs[0]
+    assert relu.outputs[0].name == "layers.0.output"
+
+
+def test_a_marker_on_a_graph_input_does_not_rename_it():
+    x = ir.val("x", ir.DataType.FLOAT, [E])
+    marker = _marked(x, "layers.0.input")
+    neg = ir.node("Neg", [marker.outputs[0]])
+    model = _model([x], [_named(neg, "y", [E])], [marker, neg], [])
+    resolve_markers(model)
+    assert x.name == "x"
+    assert marked_value(model, "layers.0.input") is x
+
+
+def test_a_graph_without_markers_is_left_alone_and_an_unknown_value_is_one_line():
+    x = ir.val("x", ir.DataType.FLOAT, [E])
+    neg = ir.node("Neg", [x])
+    model = _model([x], [_named(neg, "y", [E])], [neg], [])
+    assert resolve_markers(model) == 0
+    with pytest.raises(ModelError, match=r"expected the value layers\.7\.key, found none"):
+        marked_value(model, "layers.7.key")

@@ -1,0 +1,90 @@
+"""SmolLM2-135M from download to text: the figures of the main job that are not times."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+
+import pop_runtime
+from pop_export import ExportConfig
+from pop_export.bundle import Bundle
+from pop_export.checkpoint import Checkpoint, load_checkpoint
+from pop_export.graph.cut import cut_prefill_graph
+from pop_export.layer_plan import parse_layers
+from pop_export.pipeline import export
+from pop_export.reference import PrefillPlan
+from pop_export.verify import NUM_STEPS, prompt_length, verify
+
+pytestmark = pytest.mark.real
+QUESTION = "Explain in two sentences why the sky is blue."
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Checkpoint:
+    return load_checkpoint("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(ExportConfig(model="smollm2-135m", out=tmp_path_factory.mktemp("real") / "smollm2"))
+
+
+def test_every_comparison_with_pytorch_is_within_1e_3(bundle):
+    differences = {check["name"]: check["largest_difference"] for check in bundle.report["verification"]["checks"]}
+    assert len(differences) == 5
+    assert max(differences.values()) <= 1e-3, differences
+
+
+def test_ten_of_thirty_layers_are_skipped_by_default(bundle):
+    assert len(bundle.manifest.plan.skipped_layers) == 10
+    assert bundle.manifest.plan.num_layers == 30
+
+
+def test_the_last_layer_does_not_matter_to_the_prompt_and_the_deep_third_matters_least(bundle):
+    importance = bundle.report["calibration"]["prefill_importance"]
+    assert importance[-1] == pytest.approx(0, abs=1e-9)
+    deep, rest = importance[20:], importance[:20]
+    assert sum(deep) / len(deep) < 0.5 * sum(rest) / len(rest)
+
+
+def test_the_weights_file_holds_the_embedding_once(bundle):
+    assert bundle.report["size"]["weights_per_fp32_parameters"] <= 1.05
+
+
+def test_a_scattered_plan_equals_its_twin(bundle, smollm2, tmp_path):
+    skipped = parse_layers("5,12-14,18,20-29", 30)
+    decode = ir.load(bundle.folder / "decode.onnx")
+    name = "scattered.onnx"
+    folder = _linked(bundle.folder, tmp_path)
+    ir.save(cut_prefill_graph(decode, skipped), folder / name)
+    manifest = dataclasses.replace(bundle.manifest, prefill_graph=name)
+    ids = smollm2.tokenizer(QUESTION * 20)["input_ids"][: prompt_length(smollm2.model) + NUM_STEPS]
+    found = verify(folder, manifest, smollm2.model, PrefillPlan(frozenset(skipped)), ids, threads=None)
+    assert max(check.largest_difference for check in found.checks) <= 1e-3
+
+
+def test_the_full_prefill_answers_like_transformers(bundle, smollm2):
+    model = pop_runtime.load(bundle.folder)
+    messages = [{"role": "user", "content": QUESTION}]
+    ids = smollm2.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    expected = smollm2.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
+    answer = model.generate(QUESTION, max_new_tokens=24, prefill="full")
+    found = [token.id for token in answer]
+    assert list(answer.request.prompt_token_ids) == ids
+    assert found == [token for token in expected if token not in bundle.manifest.eos_token_ids]
+
+
+def test_the_pair_answers_the_question_in_words(bundle):
+    text = "".join(token.text for token in pop_runtime.load(bundle.folder).generate(QUESTION, max_new_tokens=48))
+    assert "sky" in text.lower() or "light" in text.lower()
+
+
+def _linked(source: Path, target: Path) -> Path:
+    """Return a folder with copies of the graphs and the weights (ONNX refuses links to external data)."""
+    for name in ("decode.onnx", "weights.bin"):
+        (target / name).write_bytes((source / name).read_bytes())
+    return target
