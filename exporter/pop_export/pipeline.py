@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from pop_export.bundle import Bundle, check_target, save_graphs, staged_folder
@@ -24,11 +25,23 @@ from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.half_precision import require_finite
 from pop_export.layer_plan import choose_layers
+from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
+from pop_export.precision_damage import OriginalScores, original_scores, precision_damage
 from pop_export.reference import PrefillPlan
 from pop_export.report import build_report, write_json
 from pop_export.speed import measure_speed
-from pop_export.verify import NUM_STEPS, prompt_length, require_passed, verify, verify_last_layer
+from pop_export.verify import (
+    NUM_STEPS,
+    Check,
+    Verification,
+    prompt_length,
+    require_passed,
+    verify,
+    verify_last_layer,
+    verify_quantized,
+)
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
@@ -55,9 +68,11 @@ def export(config: ExportConfig) -> Bundle:
     Raises:
         UsageError: the settings contradict the model or the target.
         ModelError: the checkpoint is not fit for export, or the bundle cannot be written.
+        BackendError: ONNX Runtime cannot run the precision here.
         GateError: what was built differs from PyTorch beyond tolerance; nothing is written.
     """
     check_target(config.out, config.force)
+    require_precision(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     watch = _Stopwatch()
@@ -78,23 +93,29 @@ def export(config: ExportConfig) -> Bundle:
         prune_layers=config.prune_layers,
         num_layers=num_layers_of(checkpoint.model),
     )
+    plan, text = PrefillPlan(frozenset(skipped)), _verification_text(checkpoint, samples)
+    original = _original_scores(config, checkpoint, plan, samples)
     with watch.stage("build", "building the graphs"):
-        decode = build_decode_graph(checkpoint.model, kv_layers)
-        prefill = cut_prefill_graph(decode, skipped)
+        with traced_weights(config, checkpoint.model):
+            if config.precision in HALF:
+                require_finite(checkpoint.model, text)
+            decode = build_decode_graph(checkpoint.model, kv_layers)
+            prefill = cut_prefill_graph(decode, skipped)
+        stored = store_precision(config, checkpoint.model, decode, prefill)
     with staged_folder(config.out) as folder:
-        manifest = _manifest(config, checkpoint, kv_layers, skipped)
+        manifest = _manifest(config, checkpoint, kv_layers, skipped, stored)
         with watch.stage("write", "writing graphs and weights"):
             save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
         with watch.stage("verify", "verifying against PyTorch"):
-            text = _verification_text(checkpoint, samples)
-            plan = PrefillPlan(frozenset(skipped))
-            verification = verify(folder, manifest, checkpoint.model, plan, text, config.threads)
-            last_layer = verify_last_layer(folder, manifest, decode, checkpoint.model, text, config.threads)
+            verification, last_layer = _verified(
+                folder, manifest, (decode, prefill), checkpoint, plan, stored, text, config.threads
+            )
             require_passed([*verification.checks, last_layer])
-        with watch.stage("measure", "measuring speed"):
+        with watch.stage("measure", "measuring speed and damage"):
             speed = measure_speed(folder, manifest, config.threads)
+            damage = None if original is None else precision_damage(folder, manifest, original, config.threads)
         report = build_report(
-            config, checkpoint, calibration, manifest, verification, last_layer, speed, folder, watch.seconds
+            config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
         )
         manifest = _finish(folder, manifest, checkpoint, calibration, report)
     return Bundle(config.out, manifest, report)
@@ -139,8 +160,40 @@ def _verification_text(checkpoint: Checkpoint, samples: Samples) -> list[int]:
     return np.resize(text, prompt_length(checkpoint.model) + NUM_STEPS).tolist()
 
 
+def _original_scores(
+    config: ExportConfig, checkpoint: Checkpoint, plan: PrefillPlan, samples: Samples
+) -> OriginalScores | None:
+    """Return what the checkpoint predicts before its weights are changed; None where they are not."""
+    if config.precision == "fp32":
+        return None
+    return original_scores(checkpoint.model, plan, samples.held_out or samples.ids)
+
+
+def _verified(
+    folder: Path,
+    manifest: Manifest,
+    graphs: tuple[ir.Model, ir.Model],
+    checkpoint: Checkpoint,
+    plan: PrefillPlan,
+    stored: StoredPrecision,
+    text: list[int],
+    threads: int | None,
+) -> tuple[Verification, Check]:
+    """Return the comparisons with PyTorch, which computes with the weights as the bundle stores them."""
+    model, plan = checkpoint.model, stored.twin_plan(plan)
+    with stored.twin(model):
+        if stored.quantization is not None:
+            return verify_quantized(folder, manifest, graphs, model, plan, text, threads)
+        checks = verify(folder, manifest, model, plan, text, threads)
+        return checks, verify_last_layer(folder, manifest, graphs[0], model, text, threads)
+
+
 def _manifest(
-    config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], skipped: tuple[int, ...]
+    config: ExportConfig,
+    checkpoint: Checkpoint,
+    kv_layers: tuple[KvLayer, ...],
+    skipped: tuple[int, ...],
+    stored: StoredPrecision,
 ) -> Manifest:
     """Return the manifest as far as it is known before the files exist."""
     model = checkpoint.model
@@ -150,9 +203,9 @@ def _manifest(
         max_positions=max_positions_of(model),
         plan=Plan(len(kv_layers), skipped, chosen_by="gates" if config.prune_layers is None else "user"),
         windows=Windows(config.sink_tokens, config.boundary_tokens),
-        kv_dtype="float32",
+        kv_dtype=stored.kv_dtype,
         kv_layers=kv_layers,
-        precision="fp32",
+        precision=stored.name,
         eos_token_ids=checkpoint.eos_token_ids,
         bos_token_id=checkpoint.bos_token_id,
         pad_token_id=checkpoint.pad_token_id,

@@ -1,7 +1,8 @@
-"""Quantise the decode graph's weights, and those that cutting the prefill graph adds, to 8 or 4 bits."""
+"""Quantise the weights of both graphs to 8 or 4 bits, each weight once, and say what the stored numbers stand for."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pop_export.graph.passes.quantize_embedding import quantize_embedding
+from pop_export.decoder import num_layers_of
+from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
+from pop_export.reference import PrefillPlan
 from pop_runtime.errors import ModelError
 
-ADDED_SUFFIX = ".refit"  # ends the name of a weight that only the prefill graph has
+REFIT_SUFFIX = ".refit"  # ends the name of a weight that prefill has in place of the parameter of that name
+NARROWED_SUFFIX = ".kv"  # ends the name of the rows of a fused weight that prefill needs
 
 
 @dataclass(frozen=True)
@@ -33,42 +37,49 @@ class Schemes:
 class Quantization:
     """What was quantised."""
 
-    matrices: Mapping[str, QuantizedMatrix]  # by name of the weight, which is that of the model's parameter
-    kept: tuple[str, ...]  # matrices of the graph that stay as they were
+    schemes: Schemes
+    matrices: Mapping[str, QuantizedMatrix]  # by name of the weight in the graphs, mostly that of a parameter
+    kept: tuple[str, ...]  # matrices of the decode graph that stay as they were
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls it: bits, block size and method of the dense weights."""
+        dense = self.schemes.dense
+        kind = dense.method if dense.method != "rtn" else "symmetric" if dense.symmetric else "asymmetric"
+        return f"int{dense.bits}-block{dense.block_size}-{kind}"
 
 
-def quantize_decode_graph(decode: ir.Model, model: PreTrainedModel, schemes: Schemes) -> Quantization:
-    """Quantise every matrix of the decode graph that is a parameter of the model; the graph is changed in place.
+def quantize_pair(decode: ir.Model, prefill: ir.Model, model: PreTrainedModel, schemes: Schemes) -> Quantization:
+    """Quantise every matrix of both graphs that is a parameter, or stands in for one in prefill; in place.
+
+    A weight of both graphs is quantised once. The prefill graph has to be cut before: what cutting does to weights it
+    does to plain ones. Weights of any other origin stay as they are.
 
     Raises:
-        ModelError: the graph holds no such matrix.
+        ModelError: the graphs hold no such matrix.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    key_value = key_value_weights(decode, model.config.get_text_config(decoder=True).num_hidden_layers)
-    rows = {node.inputs[0].name for node in decode.graph if node.op_type == "Gather" and node.inputs[0] is not None}
+    key_value = key_value_weights(decode, num_layers_of(model))
+    tables = {table.name for node in decode.graph if (table := embedding_table(node)) is not None}
 
     def scheme_of(name: str) -> Scheme | None:
-        if name not in parameters:
+        if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
             return None
-        if name in key_value:
+        if name in key_value or name not in parameters:
             return schemes.key_value
-        return schemes.embedding if name in rows else schemes.dense
+        return schemes.embedding if name in tables else schemes.dense
 
-    matmuls = quantize_matmuls(decode, scheme_of)
-    matrices = {**matmuls, **quantize_embedding(decode, scheme_of, matmuls)}
+    matrices: dict[str, QuantizedMatrix] = {}
+    for graph in (decode, prefill):
+        quantize_matmuls(graph, scheme_of, matrices)
+        quantize_embedding(graph, scheme_of, matrices)
     if not matrices:
         raise ModelError(
             f"{type(model).__name__}: expected weight matrices to quantise in the decode graph, found none; "
             "export it with --precision fp32"
         )
     kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
-    return Quantization(matrices, tuple(sorted(kept)))
-
-
-def quantize_added_weights(prefill: ir.Model, schemes: Schemes) -> dict[str, QuantizedMatrix]:
-    """Quantise the weights that only the prefill graph has, in place, and return them by parameter name."""
-    found = quantize_matmuls(prefill, lambda name: schemes.key_value if name.endswith(ADDED_SUFFIX) else None)
-    return {name.removesuffix(ADDED_SUFFIX): matrix for name, matrix in found.items()}
+    return Quantization(schemes, matrices, tuple(sorted(kept)))
 
 
 def key_value_weights(decode: ir.Model, num_layers: int) -> set[str]:
@@ -100,14 +111,24 @@ def dequantized_parameter(matrix: QuantizedMatrix, parameter: Tensor) -> Tensor:
 
 
 @contextmanager
-def dequantized_weights(model: PreTrainedModel, matrices: Mapping[str, QuantizedMatrix]) -> Iterator[None]:
-    """Let the model compute with what the quantised weights stand for while the context is open."""
+def stored_weights(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Let the model compute with what its quantised weights stand for while the context is open."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    originals = {name: parameters[name].data for name in matrices}
+    originals = {name: parameters[name].data for name in quantization.matrices if name in parameters}
     try:
-        for name, matrix in matrices.items():
-            parameters[name].data = dequantized_parameter(matrix, originals[name])
+        for name, original in originals.items():
+            parameters[name].data = dequantized_parameter(quantization.matrices[name], original)
         yield
     finally:
         for name, original in originals.items():
             parameters[name].data = original
+
+
+def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
+    """Return the plan with what its own quantised weights stand for."""
+    found = {name: quantization.matrices.get(name + REFIT_SUFFIX) for name in plan.weights}
+    weights = {
+        name: weight if (matrix := found[name]) is None else dequantized_parameter(matrix, weight)
+        for name, weight in plan.weights.items()
+    }
+    return dataclasses.replace(plan, weights=weights)

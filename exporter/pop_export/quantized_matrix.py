@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from onnxruntime.quantization.matmul_nbits_quantizer import (
-    DefaultWeightOnlyQuantConfig,
-    DefaultWeightOnlyQuantizer,
-    HQQWeightOnlyQuantConfig,
-    HQQWeightOnlyQuantizer,
-)
-from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
 
 Method = Literal["rtn", "k_quant", "hqq"]
 Bits = Literal[4, 8]
@@ -76,10 +72,12 @@ def quantize_matrix(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMat
 
 
 def _round_to_nearest(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    config = DefaultWeightOnlyQuantConfig(
+    ort = _quantizers("matmul_nbits_quantizer")
+    config = ort.DefaultWeightOnlyQuantConfig(
         block_size=scheme.block_size, is_symmetric=scheme.symmetric, bits=scheme.bits
     )
-    packed, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight.T))
+    quantizer = ort.DefaultWeightOnlyQuantizer(config)
+    packed, scales, zero_points = quantizer.qbits_block_quant(np.ascontiguousarray(weight.T))
     return packed, scales, zero_points if scheme.has_zero_points else None
 
 
@@ -87,19 +85,30 @@ def _k_quant(weight: np.ndarray, scheme: Scheme, blocks: int) -> tuple[np.ndarra
     N, K = weight.shape
     padded = np.pad(weight, ((0, 0), (0, blocks * scheme.block_size - K)))
     with np.errstate(divide="ignore", invalid="ignore"):  # a block of equal numbers: its first guess is kept
-        codes, scales, zero_points = quant_tensor_k_quant_cpu(padded, scheme.bits, scheme.block_size)
+        ort = _quantizers("neural_compressor.weight_only")
+        codes, scales, zero_points = ort.quant_tensor_k_quant_cpu(padded, scheme.bits, scheme.block_size)
     packed = _packed(codes.astype(np.uint8).reshape(N, -1), scheme.bits)
     return packed, scales.astype(np.float32), _packed(zero_points.reshape(N, blocks), scheme.bits)
 
 
 def _hqq(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    import torch
-
-    config = HQQWeightOnlyQuantConfig(block_size=scheme.block_size, bits=scheme.bits)
-    codes, scales, zero_points = HQQWeightOnlyQuantizer(config).quantize_internal(
+    ort = _quantizers("matmul_nbits_quantizer")
+    config = ort.HQQWeightOnlyQuantConfig(block_size=scheme.block_size, bits=scheme.bits)
+    codes, scales, zero_points = ort.HQQWeightOnlyQuantizer(config).quantize_internal(
         torch.from_numpy(weight), bits=scheme.bits, group_size=scheme.block_size
     )
     return _packed(codes.numpy().astype(np.uint8), scheme.bits), scales.numpy(), zero_points.numpy()
+
+
+def _quantizers(module: str) -> Any:
+    """Return a module of onnxruntime.quantization; importing it would turn on all the process's INFO messages."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        return importlib.import_module(f"onnxruntime.quantization.{module}")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _packed(codes: np.ndarray, bits: Bits) -> NDArray[np.uint8]:

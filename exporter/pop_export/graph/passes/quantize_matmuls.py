@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import numpy as np
 import onnx_ir as ir
@@ -21,22 +21,32 @@ def matrix_weight(node: ir.Node) -> ir.Value | None:
     if weight is None or not weight.is_initializer() or weight.const_value is None:
         return None
     plain = all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
-    if len(weight.const_value.shape) != 2 or not plain or node.attributes.get_int("transA", 0):
+    if len(weight.const_value.shape) != 2 or not plain or _int(node, "transA"):
         return None
     return weight
 
 
 def quantize_matmuls(
-    model: ir.Model, scheme_of: Callable[[str], Scheme | None], accuracy_level: int = INT8_ACTIVATIONS
-) -> dict[str, QuantizedMatrix]:
+    model: ir.Model,
+    scheme_of: Callable[[str], Scheme | None],
+    matrices: MutableMapping[str, QuantizedMatrix],
+    accuracy_level: int = INT8_ACTIVATIONS,
+) -> int:
     """Quantise the weight of every product whose name `scheme_of` gives a scheme.
 
     A weight that nothing reads any more is removed; one that something else reads (an embedding) stays.
 
+    Args:
+        model: changed in place.
+        scheme_of: scheme by name of the weight; None leaves it as it is.
+        matrices: by name of the weight, what is stored for it, [N, K]; those already there are taken as they are, so
+            that several graphs share them, and new ones are added.
+        accuracy_level: of the kernels.
+
     Returns:
-        By name of the weight, the matrix [N, K] that was stored for it.
+        How many products were replaced.
     """
-    done: dict[str, QuantizedMatrix] = {}
+    num_replaced = 0
     for node in list(model.graph):
         weight = matrix_weight(node)
         scheme = scheme_of(weight.name or "") if weight is not None else None
@@ -44,37 +54,30 @@ def quantize_matmuls(
             continue
         name = weight.name
         assert name is not None and weight.const_value is not None
-        if name not in done:
+        if name not in matrices:
             stored = weight.const_value.numpy()
-            is_rows = node.op_type == "Gemm" and node.attributes.get_int("transB", 0)  # [N, K], else [K, N]
-            done[name] = quantize_matrix(stored if is_rows else stored.T, scheme)
-            store_matrix(model.graph, name, done[name])
-        _replace(model.graph, node, name, done[name], accuracy_level)
+            is_rows = node.op_type == "Gemm" and _int(node, "transB")  # [N, K], else [K, N]
+            matrices[name] = quantize_matrix(stored if is_rows else stored.T, scheme)
+        _replace(model.graph, node, name, matrices[name], accuracy_level)
+        num_replaced += 1
         if not weight.uses():
             del model.graph.initializers[name]
-    if done:
+    if num_replaced:
         model.opset_imports.setdefault(DOMAIN, 1)
-    return done
+    return num_replaced
 
 
-def store_matrix(graph: ir.Graph, name: str, matrix: QuantizedMatrix) -> None:
-    """Add the numbers of a quantised weight to the graph."""
-    for part, values in (("q", matrix.packed), ("scales", matrix.scales), ("zero_points", matrix.zero_points)):
-        if values is not None:
-            add_initializer(graph, f"{name}.{part}", values)
+def stored_matrix(graph: ir.Graph, name: str, matrix: QuantizedMatrix) -> list[ir.Value]:
+    """Return the numbers of a quantised weight as constants of the graph: codes, scales and any zero points."""
+    parts = (("q", matrix.packed), ("scales", matrix.scales), ("zero_points", matrix.zero_points))
+    return [constant(graph, f"{name}.{part}", values) for part, values in parts if values is not None]
 
 
-def add_initializer(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
-    """Add a constant to the graph and return it."""
-    value = ir.val(name, const_value=ir.tensor(values, name=name))
-    graph.register_initializer(value)
-    return value
-
-
-def stored_inputs(graph: ir.Graph, name: str) -> list[ir.Value]:
-    """Return scales and, where there are any, zero points of a quantised weight."""
-    wanted = (f"{name}.scales", f"{name}.zero_points")
-    return [graph.initializers[part] for part in wanted if part in graph.initializers]
+def constant(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
+    """Return the constant of that name, added to the graph if it is not there yet."""
+    if name not in graph.initializers:
+        graph.register_initializer(ir.val(name, const_value=ir.tensor(values, name=name)))
+    return graph.initializers[name]
 
 
 def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: QuantizedMatrix, accuracy_level: int) -> None:
@@ -87,11 +90,16 @@ def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: QuantizedMatrix,
         "block_size": scheme.block_size,
         "accuracy_level": accuracy_level,
     }
-    weights = [graph.initializers[f"{name}.q"], *stored_inputs(graph, name)]
-    new = [ir.node("MatMulNBits", [node.inputs[0], *weights], attributes, domain=DOMAIN)]
+    inputs = [node.inputs[0], *stored_matrix(graph, name, matrix)]
+    new = [ir.node("MatMulNBits", inputs, attributes, domain=DOMAIN)]
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         new.append(ir.node("Add", [new[0].outputs[0], node.inputs[2]]))
     replace_node(graph, node, new)
+
+
+def _int(node: ir.Node, name: str) -> int:
+    attribute = node.attributes.get(name)
+    return 0 if attribute is None else attribute.as_int()
 
 
 def replace_node(graph: ir.Graph, node: ir.Node, new: list[ir.Node]) -> None:
