@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from pop_export.graph.passes.quantize_embedding import SAME_BYTES
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME, Manifest
 
@@ -95,6 +96,8 @@ def _replace(out: Path, staging: Path) -> None:
 def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> None:
     """Write several graphs over one file of weights; a weight of the same name is written once.
 
+    So is one whose metadata says that it reads the bytes of another in a different shape (`SAME_BYTES`).
+
     Args:
         folder: where.
         graphs: by file name; changed in place: their weights point to the file afterwards.
@@ -102,16 +105,37 @@ def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> None
     """
     shared: dict[str, ir.TensorProtocol] = {}
     for model in graphs.values():
-        for name, value in model.graph.initializers.items():
+        for value in model.graph.initializers.values():
             assert value.const_value is not None
             if value.const_value.nbytes > INLINE_BYTES:
-                shared.setdefault(name, value.const_value)
+                shared.setdefault(_stored_as(value), value.const_value)
     written = ir.external_data.convert_tensors_to_external(
         list(shared.values()), folder, weights, alignment=ALIGNMENT_BYTES, align_threshold=INLINE_BYTES
     )
     external = dict(zip(shared, written, strict=True))
     for file_name, model in graphs.items():
-        for name, value in model.graph.initializers.items():
-            if name in external:
-                value.const_value = external[name]
+        for value in model.graph.initializers.values():
+            if _stored_as(value) in external:
+                value.const_value = _view(external[_stored_as(value)], value)
         ir.save(model, folder / file_name)
+
+
+def _stored_as(value: ir.Value) -> str:
+    """Return the name of the weight whose bytes a weight reads."""
+    assert value.name is not None
+    return value.metadata_props.get(SAME_BYTES, value.name)
+
+
+def _view(stored: ir.TensorProtocol, value: ir.Value) -> ir.ExternalTensor:
+    """Return the stored bytes as the tensor `value` is."""
+    assert isinstance(stored, ir.ExternalTensor) and value.const_value is not None and value.name is not None
+    assert stored.nbytes == value.const_value.nbytes
+    return ir.ExternalTensor(
+        stored.location,
+        stored.offset,
+        stored.length,
+        value.const_value.dtype,
+        shape=ir.Shape(value.const_value.shape.numpy()),
+        name=value.name,
+        base_dir=stored.base_dir,
+    )

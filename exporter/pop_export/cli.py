@@ -9,9 +9,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pop_export.config import DEFAULT_RATIO, ExportConfig
+from pop_export.config import DEFAULT_RATIO, ExportConfig, Int4Method, Precision
 from pop_runtime.errors import PopError
 
 EXAMPLES = """\
@@ -97,6 +97,20 @@ def parser() -> argparse.ArgumentParser:
         help="first tokens of a sequence that run at full depth (default %(default)s)")  # fmt: skip
     add("--boundary-tokens", type=int, metavar="N",
         help="last tokens of each prompt that run at full depth (default %(default)s)")  # fmt: skip
+
+    precision = parser.add_argument_group("precision")
+    add = precision.add_argument
+    add("--precision", choices=get_args(Precision),
+        help="of the weights: 32 or 16 bits, or blocks of 8 or 4 bits (default %(default)s)")  # fmt: skip
+    add("--block-size", type=int, metavar="N",
+        help="int8, int4: weights that share a scale: 16 to 256 (default 32)")  # fmt: skip
+    symmetry = precision.add_mutually_exclusive_group()
+    symmetry.add_argument("--symmetric", dest="symmetric", action="store_true", default=None,
+        help="int8, int4: no zero point per block (default)")  # fmt: skip
+    symmetry.add_argument("--asymmetric", dest="symmetric", action="store_false", default=None,
+        help="int8, int4: a zero point per block")  # fmt: skip
+    add("--int4-method", choices=get_args(Int4Method),
+        help="int4: round to nearest, or search for closer scales (default %(default)s)")  # fmt: skip
     parser.set_defaults(**{name: defaults[name] for name in defaults if name not in ("model", "out")})
     return parser
 

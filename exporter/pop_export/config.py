@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pop_runtime.errors import UsageError
 
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+Int4Method = Literal["rtn", "k_quant", "hqq"]
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # all that ONNX Runtime's quantisers and kernels take (1.32)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class ExportConfig:
     sink_tokens: int = 0  # tokens at the start of a sequence that run at full depth
     boundary_tokens: int = 1  # tokens at the end of each turn that run at full depth
 
+    precision: Precision = "fp32"
+    block_size: int | None = None  # weights that share a scale; None: DEFAULT_BLOCK_SIZE
+    int4_method: Int4Method = "rtn"  # how scales are found: round to nearest, or a search
+    symmetric: bool | None = None  # None: symmetric for int8, asymmetric for int4
+
     threads: int | None = None  # None: one per visible core
 
     def __post_init__(self) -> None:
@@ -58,6 +66,7 @@ class ExportConfig:
         if self.calibration_length < 4:
             raise UsageError(f"--calibration-length: expected at least 4 tokens, found {self.calibration_length}")
         self._check_plan()
+        self._check_precision()
         if self.sink_tokens < 0:
             raise UsageError(f"--sink-tokens: expected at least 0, found {self.sink_tokens}")
         if self.boundary_tokens < 1:
@@ -103,3 +112,24 @@ class ExportConfig:
     def uses_surrogates(self) -> bool:
         """Return whether skipped layers may get linear surrogates."""
         return self.refit and self.surrogate != "off"
+
+    def _check_precision(self) -> None:
+        """Refuse settings of quantisation that do not go with the precision or with each other."""
+        if self.precision not in get_args(Precision):
+            raise UsageError(f"--precision: expected one of {', '.join(get_args(Precision))}, found {self.precision}")
+        if self.precision not in ("int8", "int4"):
+            for flag, is_set in (("--block-size", self.block_size), ("--symmetric", self.symmetric)):
+                if is_set is not None:
+                    raise UsageError(f"{flag}: expected --precision int8 or int4 with it, found {self.precision}")
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
+            raise UsageError(
+                f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}, found {self.block_size}"
+            )
+        if self.int4_method != "rtn":
+            if self.precision != "int4":
+                raise UsageError(f"--int4-method: expected --precision int4 with it, found {self.precision}")
+            if self.symmetric:
+                raise UsageError(
+                    f"--symmetric: expected --int4-method rtn with it, found {self.int4_method}, which places the zero "
+                    "point itself; leave --symmetric out"
+                )

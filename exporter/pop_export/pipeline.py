@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from pop_export.bundle import Bundle, check_target, save_graphs, staged_folder
@@ -24,15 +26,28 @@ from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.half_precision import require_finite
 from pop_export.plan_lab import PlanLab, TrialSettings
+from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
+from pop_export.precision_damage import OriginalScores, original_scores, precision_damage
 from pop_export.quality import fit_summary, measuring_text, quality_summary
+from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit
 from pop_export.report import build_report, write_json
 from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
 from pop_export.selection import Choice, choose_plan
 from pop_export.speed import measure_speed
-from pop_export.verify import NUM_STEPS, prompt_length, require_passed, verify, verify_last_layer
+from pop_export.verify import (
+    NUM_STEPS,
+    Check,
+    Verification,
+    prompt_length,
+    require_passed,
+    verify,
+    verify_last_layer,
+    verify_quantized,
+)
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
 from pop_runtime.model import Model
 from pop_runtime.sessions import open_pair
@@ -61,9 +76,11 @@ def export(config: ExportConfig) -> Bundle:
     Raises:
         UsageError: the settings contradict the model or the target.
         ModelError: the checkpoint is not fit for export, or the bundle cannot be written.
+        BackendError: ONNX Runtime cannot run the precision here.
         GateError: what was built differs from PyTorch beyond tolerance; nothing is written.
     """
     check_target(config.out, config.force)
+    require_precision(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     watch = _Stopwatch()
@@ -84,32 +101,33 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("refit", "fitting the prefill to the full model"):
         fitted = lab.fit(choice.skipped_layers)
     with watch.stage("quality", "measuring damage"):
-        damage = lab.measure(fitted)
-    measured = {
-        **fit_summary(fitted, watch.seconds["refit"]),
-        "quality": quality_summary(
-            lab.settings.protocol, damage, choice.curve, lab.point(fitted, damage["all"].kl_mean_nats), len(kv_layers)
-        ),
-    }
+        measured = _measured(lab, choice, fitted, watch.seconds["refit"])
+        original = _original_scores(config, checkpoint, fitted.plan, samples)
+    text = _verification_text(checkpoint, samples)
     with watch.stage("build", "building the graphs"):
-        decode = build_decode_graph(checkpoint.model, kv_layers)
-        prefill = cut_prefill_graph(decode, fitted.plan)
+        with traced_weights(config, checkpoint.model):
+            if config.precision in HALF:
+                require_finite(checkpoint.model, text)
+            decode = build_decode_graph(checkpoint.model, kv_layers)
+            prefill = cut_prefill_graph(decode, fitted.plan)
+        stored = store_precision(config, checkpoint.model, decode, prefill)
     with staged_folder(config.out) as folder:
-        manifest = _manifest(config, checkpoint, kv_layers, choice, fitted)
+        manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):
             save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
         with watch.stage("verify", "verifying against PyTorch"):
-            text = _verification_text(checkpoint, samples)
-            verification = verify(folder, manifest, checkpoint.model, fitted.plan, text, config.threads)
-            last_layer = verify_last_layer(folder, manifest, decode, checkpoint.model, text, config.threads)
+            verification, last_layer = _verified(
+                folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, text, config.threads
+            )
             require_passed([*verification.checks, last_layer])
-        with watch.stage("measure", "measuring speed"):
+        with watch.stage("measure", "measuring speed and damage"):
             speed = measure_speed(folder, manifest, config.threads)
+            damage = None if original is None else precision_damage(folder, manifest, original, config.threads)
         manifest = _with_texts(folder, manifest, checkpoint)
         with watch.stage("sample", "generating sample answers"):
             answers = sample_answers(Model(folder, manifest, open_pair(folder, manifest, config.threads)))
         report = build_report(
-            config, checkpoint, calibration, manifest, verification, last_layer, speed, folder, watch.seconds
+            config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
         )
         report |= measured | {"samples": answers}
         manifest = _finish(folder, manifest, calibration, report)
@@ -130,6 +148,14 @@ def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer,
     held_out, protocol = measuring_text(samples, Windows(config.sink_tokens, config.boundary_tokens))
     settings = TrialSettings(config.refit, config.uses_surrogates, protocol)
     return PlanLab(checkpoint.model, kv_layers, samples.ids, held_out, settings)
+
+
+def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, refit_seconds: float) -> dict[str, Any]:
+    """Return what report.json says of the fits and of the damage they leave."""
+    damage = lab.measure(fitted)
+    chosen = lab.point(fitted, damage["all"].kl_mean_nats)
+    quality = quality_summary(lab.settings.protocol, damage, choice.curve, chosen, len(choice.order))
+    return {**fit_summary(fitted, refit_seconds), "quality": quality}
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
@@ -171,12 +197,41 @@ def _verification_text(checkpoint: Checkpoint, samples: Samples) -> list[int]:
     return np.resize(text, prompt_length(checkpoint.model) + NUM_STEPS).tolist()
 
 
+def _original_scores(
+    config: ExportConfig, checkpoint: Checkpoint, plan: PrefillPlan, samples: Samples
+) -> OriginalScores | None:
+    """Return what the checkpoint predicts before its weights are changed; None where they are not."""
+    if config.precision == "fp32":
+        return None
+    return original_scores(checkpoint.model, plan, samples.held_out or samples.ids)
+
+
+def _verified(
+    folder: Path,
+    manifest: Manifest,
+    graphs: tuple[ir.Model, ir.Model],
+    checkpoint: Checkpoint,
+    plan: PrefillPlan,
+    stored: StoredPrecision,
+    text: list[int],
+    threads: int | None,
+) -> tuple[Verification, Check]:
+    """Return the comparisons with PyTorch, which computes with the weights as the bundle stores them."""
+    model, plan = checkpoint.model, stored.twin_plan(plan)
+    with stored.twin(model):
+        if stored.quantization is not None:
+            return verify_quantized(folder, manifest, graphs, model, plan, text, threads)
+        checks = verify(folder, manifest, model, plan, text, threads)
+        return checks, verify_last_layer(folder, manifest, graphs[0], model, text, threads)
+
+
 def _manifest(
     config: ExportConfig,
     checkpoint: Checkpoint,
     kv_layers: tuple[KvLayer, ...],
     choice: Choice,
     fitted: PrefillFit,
+    stored: StoredPrecision,
 ) -> Manifest:
     """Return the manifest as far as it is known before the files exist."""
     model = checkpoint.model
@@ -192,9 +247,9 @@ def _manifest(
             surrogate_layers=tuple(sorted(fitted.plan.surrogates)),
         ),
         windows=Windows(config.sink_tokens, config.boundary_tokens),
-        kv_dtype="float32",
+        kv_dtype=stored.kv_dtype,
         kv_layers=kv_layers,
-        precision="fp32",
+        precision=stored.name,
         eos_token_ids=checkpoint.eos_token_ids,
         bos_token_id=checkpoint.bos_token_id,
         pad_token_id=checkpoint.pad_token_id,

@@ -13,6 +13,7 @@ from typing import Any
 from pop_export.calibration.record import Calibration
 from pop_export.checkpoint import Checkpoint
 from pop_export.config import ExportConfig
+from pop_export.precision_damage import PrecisionDamage
 from pop_export.speed import Speed
 from pop_export.verify import Check, Verification
 from pop_runtime.manifest import Manifest
@@ -28,6 +29,7 @@ def build_report(
     verification: Verification,
     last_layer: Check,
     speed: Speed,
+    damage: PrecisionDamage | None,
     folder: Path,
     stage_seconds: dict[str, float],
 ) -> dict[str, Any]:
@@ -44,6 +46,7 @@ def build_report(
             "checks": [_check_summary(check) for check in (*verification.checks, last_layer)],
         },
         "speed": dataclasses.asdict(speed),
+        "precision_damage": None if damage is None else dataclasses.asdict(damage),
         "size": _sizes(folder, manifest, checkpoint),
         "export": {"stage_seconds": stage_seconds, "peak_memory_bytes": peak_memory_bytes()},
         "settings": _settings(config),

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pop_export.decoder import largest_attention_window, max_positions_of
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime import sequence as runtime_sequence
 from pop_runtime.errors import GateError
@@ -26,8 +27,12 @@ from pop_runtime.sessions import open_pair
 NUM_STEPS = 8  # single tokens fed after the prompt
 MIN_PROMPT_TOKENS = 96
 MAX_PROMPT_TOKENS = 1100  # eager attention needs H * S * S floats a layer
-# Largest logit difference over the largest logit. fp32 leaves 1e-5 to 1e-4 between two orders of summation.
-TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+# Largest logit difference over the largest logit, by what the graph computes in:
+# - fp32 leaves 1e-5 to 1e-4 between two orders of summation;
+# - fp16 keeps 11 bits of every activation and of K and V, fp32 of the twin all 24;
+# - fast kernels for quantised weights keep 7 bits of the activations, on which random models lose up to 0.3 and trained
+#   ones a tenth of that. This only catches a broken kernel: what is stored is proven at 1e-3, with exact kernels.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8 activations": 0.5}
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,13 @@ def uneven_pieces(num_tokens: int, stage: Stage) -> list[Stretch]:
 
 
 def verify(
-    folder: Path, manifest: Manifest, model: PreTrainedModel, plan: PrefillPlan, ids: Sequence[int], threads: int | None
+    folder: Path,
+    manifest: Manifest,
+    model: PreTrainedModel,
+    plan: PrefillPlan,
+    ids: Sequence[int],
+    threads: int | None,
+    arithmetic: str | None = None,
 ) -> Verification:
     """Return the comparisons of the bundle in `folder` with PyTorch.
 
@@ -80,8 +91,10 @@ def verify(
         plan: what its prefill graph leaves out.
         ids: text to verify on, `prompt_length(model)` + NUM_STEPS tokens.
         threads: of ONNX Runtime.
+        arithmetic: what the graphs compute in, a key of TOLERANCE; None: in the type of the KV buffers.
     """
     sessions = open_pair(folder, manifest, threads)
+    tolerance = TOLERANCE[arithmetic or manifest.kv_dtype]
     num_prompt = len(ids) - NUM_STEPS
     last = [Stretch(num_prompt - 1, num_prompt, "decode")]
     steps = [Stretch(at, at + 1, "decode") for at in range(num_prompt, len(ids))]
@@ -97,7 +110,7 @@ def verify(
     for name, (stretches, is_pair) in schedules.items():
         sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
         found = _bundle_logits(sequence, ids, [*stretches, *steps])
-        checks.append(_compare(name, found, pair if is_pair else full, TOLERANCE[manifest.kv_dtype]))
+        checks.append(_compare(name, found, pair if is_pair else full, tolerance))
     return Verification(num_prompt, len(steps), tuple(checks))
 
 
@@ -123,6 +136,46 @@ def verify_last_layer(
     sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
     found = _bundle_logits(sequence, ids, [*pruned_prompt, *steps])
     return _compare("only the last layer skipped, against the full model", found, full, TOLERANCE[manifest.kv_dtype])
+
+
+def verify_quantized(
+    folder: Path,
+    manifest: Manifest,
+    graphs: tuple[ir.Model, ir.Model],
+    model: PreTrainedModel,
+    plan: PrefillPlan,
+    ids: Sequence[int],
+    threads: int | None,
+) -> tuple[Verification, Check]:
+    """Return the comparisons of a quantised bundle, and that with only the last layer skipped.
+
+    Copies of its graphs whose kernels are exact have to equal PyTorch as fp32 does, so that a wrong layout of the
+    weights cannot pass; then its own fast kernels have to agree as far as they can.
+
+    Args:
+        folder: as in `verify`.
+        manifest: as in `verify`.
+        graphs: decode and prefill, their weights in the folder.
+        model: computes with the weights that the bundle stores.
+        plan: as in `verify`.
+        ids: as in `verify`.
+        threads: as in `verify`.
+    """
+    exact = dataclasses.replace(manifest, decode_graph="exact-decode.onnx", prefill_graph="exact-prefill.onnx")
+    copies = [graph.clone() for graph in graphs]
+    try:
+        for copy, name in zip(copies, (exact.decode_graph, exact.prefill_graph), strict=True):
+            exact_kernels(copy)
+            ir.save(copy, folder / name)
+        proof = verify(folder, exact, model, plan, ids, threads)
+        last_layer = verify_last_layer(folder, exact, copies[0], model, ids, threads)
+    finally:
+        for name in (exact.decode_graph, exact.prefill_graph):
+            (folder / name).unlink(missing_ok=True)
+    fast = verify(folder, manifest, model, plan, ids, threads, "int8 activations")
+    exact_checks = [dataclasses.replace(check, name=f"{check.name}, exact kernels") for check in proof.checks]
+    checks = (*exact_checks, *fast.checks)
+    return dataclasses.replace(proof, checks=checks), last_layer
 
 
 def require_passed(checks: Iterable[Check]) -> None:

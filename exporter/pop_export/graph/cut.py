@@ -56,7 +56,9 @@ def _with_surrogate(model: ir.Model, layer: int, entered: ir.Value, surrogate: S
     if flattened is not None and flattened.op_type == "Reshape":  # a Gemm reads all positions as one axis
         features = flattened.inputs[0]
     name = f"layers.{layer}.surrogate"
-    matrix = ir.val(name, const_value=ir.tensor(surrogate.matrix.numpy(), name=name))
+    assert entered.dtype is not None
+    values = surrogate.matrix.numpy().astype(entered.dtype.numpy())
+    matrix = ir.val(name, const_value=ir.tensor(values, dtype=entered.dtype, name=name))
     model.graph.register_initializer(matrix)
     product = ir.node("MatMul", [features, matrix])
     total = ir.node("Add", [entered, product.outputs[0]])

@@ -71,7 +71,10 @@ def _tiny_fields(config_class: type[PreTrainedConfig], overrides: dict[str, Any]
     for name in config_class.sub_configs:
         part = getattr(default, name)
         if isinstance(part, PreTrainedConfig):
-            fields[name] = {**_tiny_fields(type(part), OVERRIDES.get(part.model_type, {})), "model_type": part.model_type}
+            fields[name] = {
+                **_tiny_fields(type(part), OVERRIDES.get(part.model_type, {})),
+                "model_type": part.model_type,
+            }
     return fields | overrides
 
 

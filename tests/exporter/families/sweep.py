@@ -38,7 +38,9 @@ def prove_family(model_type: str) -> dict[str, Any]:
     try:
         with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
             refuse_non_decoder(Path(model_type), as_checkpoint(model_type))
-            twin = "gemma3_text" if model_type == "gemma3" else model_type  # its text part, as multimodal.py takes it out
+            twin = (
+                "gemma3_text" if model_type == "gemma3" else model_type
+            )  # its text part, as multimodal.py takes it out
             model = tiny_family_model(twin)
             result["architecture"] = type(model).__name__
             exported = proof.export_pair(model, Path(folder))

@@ -77,6 +77,9 @@ def _bias_input(node: ir.Node, weight: str) -> tuple[ir.Node, int]:
 
 def _replace(model: ir.Model, node: ir.Node, index: int, name: str, value: np.ndarray) -> None:
     name += SUFFIX
-    new = ir.val(name, const_value=ir.tensor(value, name=name))
+    stored = node.inputs[index]
+    assert stored is not None and stored.const_value is not None
+    value = value.astype(stored.const_value.dtype.numpy())  # a graph in 16 bits keeps its weights in 16 bits
+    new = ir.val(name, const_value=ir.tensor(value, dtype=stored.const_value.dtype, name=name))
     model.graph.register_initializer(new)
     node.replace_input_with(index, new)

@@ -1,0 +1,112 @@
+"""Let `MatMulNBits` multiply by weights in blocks of small integers, in place of `MatMul` and `Gemm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+
+import numpy as np
+import onnx_ir as ir
+
+from pop_export.quantized_matrix import QuantizedMatrix, Scheme, quantize_matrix
+
+DOMAIN = "com.microsoft"
+INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level of its fast CPU kernels: they round the other side to int8 as well
+
+
+def matrix_weight(node: ir.Node) -> ir.Value | None:
+    """Return the constant matrix that a `MatMul` or a plain `Gemm` multiplies by, or None."""
+    if node.domain != "" or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    weight = node.inputs[1]
+    if weight is None or not weight.is_initializer() or weight.const_value is None:
+        return None
+    plain = all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+    if len(weight.const_value.shape) != 2 or not plain or _int(node, "transA"):
+        return None
+    return weight
+
+
+def quantize_matmuls(
+    model: ir.Model,
+    scheme_of: Callable[[str], Scheme | None],
+    matrices: MutableMapping[str, QuantizedMatrix],
+    accuracy_level: int = INT8_ACTIVATIONS,
+) -> int:
+    """Quantise the weight of every product whose name `scheme_of` gives a scheme.
+
+    A weight that nothing reads any more is removed; one that something else reads (an embedding) stays.
+
+    Args:
+        model: changed in place.
+        scheme_of: scheme by name of the weight; None leaves it as it is.
+        matrices: by name of the weight, what is stored for it, [N, K]; those already there are taken as they are, so
+            that several graphs share them, and new ones are added.
+        accuracy_level: of the kernels.
+
+    Returns:
+        How many products were replaced.
+    """
+    num_replaced = 0
+    for node in list(model.graph):
+        weight = matrix_weight(node)
+        scheme = scheme_of(weight.name or "") if weight is not None else None
+        if weight is None or scheme is None:
+            continue
+        name = weight.name
+        assert name is not None and weight.const_value is not None
+        if name not in matrices:
+            stored = weight.const_value.numpy()
+            is_rows = node.op_type == "Gemm" and _int(node, "transB")  # [N, K], else [K, N]
+            matrices[name] = quantize_matrix(stored if is_rows else stored.T, scheme)
+        _replace(model.graph, node, name, matrices[name], accuracy_level)
+        num_replaced += 1
+        if not weight.uses():
+            del model.graph.initializers[name]
+    if num_replaced:
+        model.opset_imports.setdefault(DOMAIN, 1)
+    return num_replaced
+
+
+def stored_matrix(graph: ir.Graph, name: str, matrix: QuantizedMatrix) -> list[ir.Value]:
+    """Return the numbers of a quantised weight as constants of the graph: codes, scales and any zero points."""
+    parts = (("q", matrix.packed), ("scales", matrix.scales), ("zero_points", matrix.zero_points))
+    return [constant(graph, f"{name}.{part}", values) for part, values in parts if values is not None]
+
+
+def constant(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
+    """Return the constant of that name, added to the graph if it is not there yet."""
+    if name not in graph.initializers:
+        graph.register_initializer(ir.val(name, const_value=ir.tensor(values, name=name)))
+    return graph.initializers[name]
+
+
+def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: QuantizedMatrix, accuracy_level: int) -> None:
+    """Put `MatMulNBits`, and an `Add` where a `Gemm` had a bias, in the place of `node`."""
+    scheme = matrix.scheme
+    attributes = {
+        "K": matrix.num_columns,
+        "N": len(matrix.packed),
+        "bits": scheme.bits,
+        "block_size": scheme.block_size,
+        "accuracy_level": accuracy_level,
+    }
+    inputs = [node.inputs[0], *stored_matrix(graph, name, matrix)]
+    new = [ir.node("MatMulNBits", inputs, attributes, domain=DOMAIN)]
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        new.append(ir.node("Add", [new[0].outputs[0], node.inputs[2]]))
+    replace_node(graph, node, new)
+
+
+def _int(node: ir.Node, name: str) -> int:
+    attribute = node.attributes.get(name)
+    return 0 if attribute is None else attribute.as_int()
+
+
+def replace_node(graph: ir.Graph, node: ir.Node, new: list[ir.Node]) -> None:
+    """Put nodes, the last of which gives the result, in the place of one of a single output."""
+    old, result, name = node.outputs[0], new[-1].outputs[0], node.outputs[0].name
+    result.type, result.shape = old.type, old.shape
+    graph.insert_before(node, new)
+    ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    result.name = name

@@ -1,0 +1,90 @@
+"""What `--precision` does to an export: the weights that are traced, those that are stored, their twin in PyTorch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+import torch
+from transformers import PreTrainedModel
+
+from pop_export.config import ExportConfig
+from pop_export.half_precision import cast_weights, require_kernels, rounded_weights
+from pop_export.quantize import Quantization, Schemes, quantize_pair, stored_plan, stored_weights
+from pop_export.quantized_matrix import Scheme
+from pop_export.reference import PrefillPlan
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DEFAULT_BLOCK_SIZE = 32
+KEY_VALUE_BITS: Literal[8] = 8  # K and V of a skipped layer are all that the prompt leaves there
+
+
+@dataclass(frozen=True)
+class StoredPrecision:
+    """In which numbers a pair is stored, and what PyTorch has to compute with to be its twin."""
+
+    name: str  # as the manifest calls it
+    half: torch.dtype | None = None  # 16-bit type of all weights and of K and V
+    quantization: Quantization | None = None
+
+    @property
+    def kv_dtype(self) -> str:
+        """Element type of the KV buffers."""
+        return str(self.half or torch.float32).removeprefix("torch.")
+
+    def twin(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """Return a context in which the model computes, in fp32, with the weights as they are stored."""
+        if self.half is not None:
+            return rounded_weights(model, self.half)
+        return nullcontext() if self.quantization is None else stored_weights(model, self.quantization)
+
+    def twin_plan(self, plan: PrefillPlan) -> PrefillPlan:
+        """Return the plan with its own weights as they are stored."""
+        return plan if self.quantization is None else stored_plan(plan, self.quantization)
+
+
+def require_precision(config: ExportConfig) -> None:
+    """Refuse a precision that this machine cannot verify, before any work is done.
+
+    Raises:
+        BackendError: ONNX Runtime has no kernels for it.
+    """
+    if config.precision in HALF:
+        require_kernels(HALF[config.precision])
+
+
+def traced_weights(config: ExportConfig, model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Return a context in which the model holds the weights that its graph is traced with."""
+    return cast_weights(model, HALF[config.precision]) if config.precision in HALF else nullcontext()
+
+
+def store_precision(
+    config: ExportConfig, model: PreTrainedModel, decode: ir.Model, prefill: ir.Model
+) -> StoredPrecision:
+    """Quantise both graphs in place if the settings ask for it, and return in which numbers they are.
+
+    Raises:
+        ModelError: there is nothing to quantise.
+    """
+    schemes = schemes_for(config)
+    if schemes is None:
+        return StoredPrecision(config.precision, HALF.get(config.precision))
+    quantization = quantize_pair(decode, prefill, model, schemes)
+    return StoredPrecision(quantization.name, quantization=quantization)
+
+
+def schemes_for(config: ExportConfig) -> Schemes | None:
+    """Return how each kind of weight is quantised; None where none is."""
+    if config.precision not in ("int8", "int4"):
+        return None
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE
+    symmetric = config.symmetric is not False
+    if config.precision == "int8":
+        scheme = Scheme(8, block_size, symmetric=symmetric)
+        return Schemes(scheme, scheme, scheme)
+    dense = Scheme(4, block_size, config.int4_method, symmetric)
+    # the lookup of embedding rows takes no fractional zero points, which are what hqq searches
+    embedding = Scheme(4, block_size, "k_quant" if config.int4_method == "hqq" else config.int4_method, symmetric)
+    return Schemes(dense, Scheme(KEY_VALUE_BITS, block_size, symmetric=symmetric), embedding)

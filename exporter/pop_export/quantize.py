@@ -1,0 +1,134 @@
+"""Quantise the weights of both graphs to 8 or 4 bits, each weight once, and say what the stored numbers stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pop_export.decoder import num_layers_of
+from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
+from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
+from pop_export.graph.passes.resolve_markers import marked_value
+from pop_export.quantized_matrix import QuantizedMatrix, Scheme
+from pop_export.reference import PrefillPlan
+from pop_runtime.errors import ModelError
+
+REFIT_SUFFIX = ".refit"  # ends the name of a weight that prefill has in place of the parameter of that name
+NARROWED_SUFFIX = ".kv"  # ends the name of the rows of a fused weight that prefill needs
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """How each kind of weight is quantised."""
+
+    dense: Scheme
+    key_value: Scheme  # K and V projections: a skipped layer is nothing but these, and small
+    embedding: Scheme  # the embedding and, where they are one matrix, the head
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What was quantised."""
+
+    schemes: Schemes
+    matrices: Mapping[str, QuantizedMatrix]  # by name of the weight in the graphs, mostly that of a parameter
+    kept: tuple[str, ...]  # matrices of the decode graph that stay as they were
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls it: bits, block size and method of the dense weights."""
+        dense = self.schemes.dense
+        kind = dense.method if dense.method != "rtn" else "symmetric" if dense.symmetric else "asymmetric"
+        return f"int{dense.bits}-block{dense.block_size}-{kind}"
+
+
+def quantize_pair(decode: ir.Model, prefill: ir.Model, model: PreTrainedModel, schemes: Schemes) -> Quantization:
+    """Quantise every matrix of both graphs that is a parameter, or stands in for one in prefill; in place.
+
+    A weight of both graphs is quantised once. The prefill graph has to be cut before: what cutting does to weights it
+    does to plain ones. Weights of any other origin stay as they are.
+
+    Raises:
+        ModelError: the graphs hold no such matrix.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    key_value = key_value_weights(decode, num_layers_of(model))
+    tables = {table.name for node in decode.graph if (table := embedding_table(node)) is not None}
+
+    def scheme_of(name: str) -> Scheme | None:
+        if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
+            return None
+        if name in key_value or name not in parameters:
+            return schemes.key_value
+        return schemes.embedding if name in tables else schemes.dense
+
+    matrices: dict[str, QuantizedMatrix] = {}
+    for graph in (decode, prefill):
+        quantize_matmuls(graph, scheme_of, matrices)
+        quantize_embedding(graph, scheme_of, matrices)
+    if not matrices:
+        raise ModelError(
+            f"{type(model).__name__}: expected weight matrices to quantise in the decode graph, found none; "
+            "export it with --precision fp32"
+        )
+    kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
+    return Quantization(schemes, matrices, tuple(sorted(kept)))
+
+
+def key_value_weights(decode: ir.Model, num_layers: int) -> set[str]:
+    """Return the names of the weights that project to K and V: the nearest ones above what each layer caches."""
+    names: set[str] = set()
+    for layer in range(num_layers):
+        seen: set[ir.Node] = set()
+        pending = [marked_value(decode, f"layers.{layer}.{part}").producer() for part in ("key", "value")]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            weight = matrix_weight(node)
+            if weight is not None and weight.name:
+                names.add(weight.name)
+            else:
+                pending += [value.producer() for value in node.inputs if value is not None]
+    return names
+
+
+def dequantized_parameter(matrix: QuantizedMatrix, parameter: Tensor) -> Tensor:
+    """Return what a stored matrix [N, K] stands for, in the orientation of the parameter it was made from."""
+    rows = torch.from_numpy(matrix.dequantized())
+    fits = [view for view in (rows, rows.T) if view.shape == parameter.shape]
+    if not fits:
+        raise ModelError(f"quantised weight: expected the shape {tuple(parameter.shape)}, found {tuple(rows.shape)}")
+    return min(fits, key=lambda view: float((view - parameter).abs().sum())).contiguous()
+
+
+@contextmanager
+def stored_weights(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
+    """Let the model compute with what its quantised weights stand for while the context is open."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    originals = {name: parameters[name].data for name in quantization.matrices if name in parameters}
+    try:
+        for name, original in originals.items():
+            parameters[name].data = dequantized_parameter(quantization.matrices[name], original)
+        yield
+    finally:
+        for name, original in originals.items():
+            parameters[name].data = original
+
+
+def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
+    """Return the plan with what its own quantised weights stand for."""
+    found = {name: quantization.matrices.get(name + REFIT_SUFFIX) for name in plan.weights}
+    weights = {
+        name: weight if (matrix := found[name]) is None else dequantized_parameter(matrix, weight)
+        for name, weight in plan.weights.items()
+    }
+    return dataclasses.replace(plan, weights=weights)

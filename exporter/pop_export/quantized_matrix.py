@@ -1,0 +1,127 @@
+"""One weight matrix in blocks of small integers, by ONNX Runtime's own quantisers, and back again."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Method = Literal["rtn", "k_quant", "hqq"]
+Bits = Literal[4, 8]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a matrix is quantised."""
+
+    bits: Bits
+    block_size: int  # neighbours along K that share a scale: a power of two, 16 or more
+    method: Method = "rtn"  # k_quant and hqq search scale and zero point, and are asymmetric by nature
+    symmetric: bool = True
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether each block has a zero point of its own; else it is the middle of the range."""
+        return self.method != "rtn" or not self.symmetric
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix [N, K] as ONNX Runtime's MatMulNBits reads it. Weight = scale * (code - zero point)."""
+
+    scheme: Scheme
+    num_columns: int  # K; the last block is padded
+    packed: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]; of two codes in a byte the low half comes first
+    scales: NDArray[np.float32]  # [N, blocks]
+    zero_points: NDArray[np.uint8] | NDArray[np.float32] | None  # [N, ceil(blocks * bits / 8)], or [N, blocks] (hqq)
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """Return the matrix that these numbers stand for, [N, K] float32."""
+        N, blocks, _ = self.packed.shape
+        codes = _unpacked(self.packed, self.scheme.bits).astype(np.float32)  # [N, blocks, block_size]
+        if self.zero_points is None:
+            codes -= 1 << (self.scheme.bits - 1)
+        elif self.zero_points.dtype == np.uint8:
+            codes -= _unpacked(self.zero_points, self.scheme.bits)[:, :blocks, None]
+        else:
+            codes -= self.zero_points[..., None]
+        codes *= self.scales[..., None]
+        return codes.reshape(N, -1)[:, : self.num_columns]
+
+
+def quantize_matrix(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMatrix:
+    """Return a weight [N, K] float32 in blocks along K.
+
+    Source: RTN by ONNX Runtime's C++ kernels; k_quant after llama.cpp's quantiser of that name; HQQ, Badri and Shaji,
+    "Half-Quadratic Quantization of Large Machine Learning Models", 2023. All three are onnxruntime's code.
+    """
+    N, K = weight.shape
+    blocks = -(-K // scheme.block_size)
+    if scheme.method == "rtn":
+        packed, scales, zero_points = _round_to_nearest(weight, scheme)
+    elif scheme.method == "hqq":
+        packed, scales, zero_points = _hqq(weight, scheme)
+    else:
+        packed, scales, zero_points = _k_quant(weight, scheme, blocks)
+    return QuantizedMatrix(scheme, K, packed.reshape(N, blocks, -1), scales.reshape(N, blocks), zero_points)
+
+
+def _round_to_nearest(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    ort = _quantizers("matmul_nbits_quantizer")
+    config = ort.DefaultWeightOnlyQuantConfig(
+        block_size=scheme.block_size, is_symmetric=scheme.symmetric, bits=scheme.bits
+    )
+    quantizer = ort.DefaultWeightOnlyQuantizer(config)
+    packed, scales, zero_points = quantizer.qbits_block_quant(np.ascontiguousarray(weight.T))
+    return packed, scales, zero_points if scheme.has_zero_points else None
+
+
+def _k_quant(weight: np.ndarray, scheme: Scheme, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    N, K = weight.shape
+    padded = np.pad(weight, ((0, 0), (0, blocks * scheme.block_size - K)))
+    with np.errstate(divide="ignore", invalid="ignore"):  # a block of equal numbers: its first guess is kept
+        ort = _quantizers("neural_compressor.weight_only")
+        codes, scales, zero_points = ort.quant_tensor_k_quant_cpu(padded, scheme.bits, scheme.block_size)
+    packed = _packed(codes.astype(np.uint8).reshape(N, -1), scheme.bits)
+    return packed, scales.astype(np.float32), _packed(zero_points.reshape(N, blocks), scheme.bits)
+
+
+def _hqq(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ort = _quantizers("matmul_nbits_quantizer")
+    config = ort.HQQWeightOnlyQuantConfig(block_size=scheme.block_size, bits=scheme.bits)
+    codes, scales, zero_points = ort.HQQWeightOnlyQuantizer(config).quantize_internal(
+        torch.from_numpy(weight), bits=scheme.bits, group_size=scheme.block_size
+    )
+    return _packed(codes.numpy().astype(np.uint8), scheme.bits), scales.numpy(), zero_points.numpy()
+
+
+def _quantizers(module: str) -> Any:
+    """Return a module of onnxruntime.quantization; importing it would turn on all the process's INFO messages."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        return importlib.import_module(f"onnxruntime.quantization.{module}")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _packed(codes: np.ndarray, bits: Bits) -> NDArray[np.uint8]:
+    """Return codes [N, C] uint8 packed along C: [N, ceil(C * bits / 8)]."""
+    if bits == 8:
+        return codes
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _unpacked(packed: np.ndarray, bits: Bits) -> NDArray[np.uint8]:
+    """Return the codes of packed bytes [..., C], [..., C * 8 / bits] uint8."""
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
