@@ -155,7 +155,7 @@ def _group_query_attention(
     scores = scores.masked_fill(~keep, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(B, H, S, 1)], 3)
-    return (scores.softmax(3)[..., :S] @ value).transpose(1, 2)
+    return (scores.softmax(3)[..., :S] @ value).transpose(1, 2).contiguous()
 
 
 @torch.no_grad()

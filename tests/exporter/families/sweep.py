@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from pop_export.graph.attention_form import choose_attention
+from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.hf_folder import refuse_non_decoder
 from pop_export.quiet import quiet_transformers
 from pop_runtime.errors import PopError
@@ -81,6 +82,9 @@ def _run(model_type: str) -> None:
 def sweep(model_types: list[str], num_processes: int) -> None:
     """Prove each family in a process of its own: memory, time and crashes stay there."""
     context = multiprocessing.get_context("fork")
+    torch.set_num_threads(1)
+    warm = tiny_family_model("llama")
+    build_decode_graph(warm, kv_layout(warm))  # the translations are then loaded in every process
     RESULTS.mkdir(parents=True, exist_ok=True)
     waiting, running = list(model_types), {}
     while waiting or running:
@@ -100,6 +104,16 @@ def sweep(model_types: list[str], num_processes: int) -> None:
                 del running[name]
 
 
+def _order(model_type: str) -> int:
+    """Return where a family stands in the sweep: those people ask for first."""
+    first = (
+        "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 smollm3 granite olmo olmo2 olmo3 "
+        "cohere cohere2 glm glm4 starcoder2 gpt2 gpt_neox opt falcon stablelm helium nemotron ernie4_5 exaone4 "
+        "hunyuan_v1_dense seed_oss mixtral qwen3_moe gpt_oss olmoe bloom mpt deepseek_v3 gptj llama4_text"
+    ).split()
+    return first.index(model_type) if model_type in first else len(first)
+
+
 def main() -> None:
     """Run what the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -109,7 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.page:
         missing = [name for name in causal_model_types() if not (RESULTS / f"{name}.json").exists()]
-        sweep(arguments.model_types or missing, arguments.processes)
+        sweep(arguments.model_types or sorted(missing, key=_order), arguments.processes)
     results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     write_page(Path("docs/families.md"), results)
 
