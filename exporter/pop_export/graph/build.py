@@ -43,6 +43,7 @@ def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
 def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -> ir.Model:
     """Return the full model as an ONNX graph over static KV buffers; its weights share memory with `model`."""
     graph = trace_decode_graph(model, kv_layers)
+    _hold_tensors(graph)
     _name_weights_as_checkpoint(graph)
     store_weights_as_read(graph)
     _tidy(graph)
@@ -77,6 +78,14 @@ def _fuse(graph: ir.Model) -> None:
     _rms_normalization.fuse_rms_normalization(graph)
     _rotary_embedding.fuse_rotary_embedding(graph)
     _rotary_embedding.fuse_partial_rotary_embedding(graph)
+
+
+def _hold_tensors(graph: ir.Model) -> None:
+    """Let the weights be the tensors they were traced with, whatever the model's parameters hold later."""
+    for value in graph.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor):
+            value.const_value = ir.tensor(raw.detach(), name=value.name)
 
 
 def _name_weights_as_checkpoint(graph: ir.Model) -> None:
