@@ -34,6 +34,7 @@ def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -
             f"{type(model).__name__}: its code cannot be traced into a graph ({deepest_line(error)}); "
             "this family is not supported"
         ) from error
+    _hold_tensors(graph)
     _name_weights_as_checkpoint(graph)
     store_weights_as_read(graph)
     _tidy(graph)
@@ -68,6 +69,14 @@ def _fuse(graph: ir.Model) -> None:
     _rms_normalization.fuse_rms_normalization(graph)
     _rotary_embedding.fuse_rotary_embedding(graph)
     _rotary_embedding.fuse_partial_rotary_embedding(graph)
+
+
+def _hold_tensors(graph: ir.Model) -> None:
+    """Let the weights be the tensors they were traced with, whatever the model's parameters hold later."""
+    for value in graph.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor):
+            value.const_value = ir.tensor(raw.detach(), name=value.name)
 
 
 def _name_weights_as_checkpoint(graph: ir.Model) -> None:
