@@ -6,6 +6,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import onnxscript.optimizer
 import onnxscript.rewriter
+import torch
 from onnxscript.rewriter.rules.common import mul_by_1_rule
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 from transformers import PreTrainedModel

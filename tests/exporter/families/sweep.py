@@ -106,11 +106,49 @@ def sweep(model_types: list[str], num_processes: int) -> None:
 
 def _order(model_type: str) -> int:
     """Return where a family stands in the sweep: those people ask for first."""
-    first = (
-        "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 smollm3 granite olmo olmo2 olmo3 "
-        "cohere cohere2 glm glm4 starcoder2 gpt2 gpt_neox opt falcon stablelm helium nemotron ernie4_5 exaone4 "
-        "hunyuan_v1_dense seed_oss mixtral qwen3_moe gpt_oss olmoe bloom mpt deepseek_v3 gptj llama4_text"
-    ).split()
+    first = [
+        "llama",
+        "mistral",
+        "ministral",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "smollm3",
+        "granite",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "cohere",
+        "cohere2",
+        "glm",
+        "glm4",
+        "starcoder2",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "falcon",
+        "stablelm",
+        "helium",
+        "nemotron",
+        "ernie4_5",
+        "exaone4",
+        "hunyuan_v1_dense",
+        "seed_oss",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+        "olmoe",
+        "bloom",
+        "mpt",
+        "deepseek_v3",
+        "gptj",
+        "llama4_text",
+    ]
     return first.index(model_type) if model_type in first else len(first)
 
 

@@ -15,11 +15,39 @@ CORE = {
     "bloom": "buffer",  # ALiBi, attention of its own
     "deepseek_v3": "buffer",  # latent attention: K and V of different sizes
 }
-WIDE = (
-    "mistral ministral qwen2 qwen3 gemma phi phi3 smollm3 granite olmo olmo2 olmo3 cohere cohere2 glm glm4 starcoder2 "
-    "gpt_neox opt falcon stablelm helium nemotron ernie4_5 exaone4 hunyuan_v1_dense seed_oss mixtral qwen3_moe olmoe "
-    "llama4_text"
-).split()
+WIDE = [
+    "mistral",
+    "ministral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "phi",
+    "phi3",
+    "smollm3",
+    "granite",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "cohere",
+    "cohere2",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "gpt_neox",
+    "opt",
+    "falcon",
+    "stablelm",
+    "helium",
+    "nemotron",
+    "ernie4_5",
+    "exaone4",
+    "hunyuan_v1_dense",
+    "seed_oss",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "llama4_text",
+]
 
 
 def prove(exported: proof.Exported) -> None:
