@@ -40,7 +40,8 @@ def test_damage_equals_that_of_the_plain_twin(family, windows):
     plan = fitted(model, sink_tokens=windows.sink_tokens).plan
     found = meter(model, windows).measure(plan)
     for source, texts in TEXTS.items():
-        kl, same = (np.concatenate(part) for part in zip(*(reference_damage(model, plan, windows, t) for t in texts)))
+        pairs = [reference_damage(model, plan, windows, text) for text in texts]
+        kl, same = (np.concatenate(part) for part in zip(*pairs, strict=True))
         assert found[source].kl_mean_nats == pytest.approx(kl.mean(), rel=1e-3)
         assert found[source].kl_p95_nats == pytest.approx(np.quantile(kl, 0.95), rel=1e-3)
         assert (found[source].top1_agreement, found[source].num_positions) == (same.mean(), len(kl))

@@ -18,6 +18,7 @@ from tests.exporter.test_refit import CONFIGS
 from tests.tiny_models import NUM_LAYERS, TINY, tiny_model
 
 RNG = np.random.default_rng(3)
+ONE_TOKEN = Windows(0, 1)
 IMPORTANCE = (9.0, 4.0, 2.0, 1.0, 0.0)
 
 
@@ -30,7 +31,8 @@ def lab():
     model = tiny_model()
     texts = {name: [RNG.integers(0, 250, 40) for _ in range(2)] for name in ("a", "b")}
     settings = TrialSettings(True, True, Protocol(30, 10, Windows()))
-    return PlanLab(model, kv_layout(model), [RNG.integers(0, 250, 40) for _ in range(24)], texts, settings)
+    fitting, judging = ([RNG.integers(0, 250, 40) for _ in range(count)] for count in (24, 6))
+    return PlanLab(model, kv_layout(model), fitting, judging, texts, settings)
 
 
 def test_a_ratio_takes_the_least_important_layers(lab):
@@ -182,7 +184,7 @@ def test_predicted_speedup_prices_windows_and_surrogates():
     model = tiny_model()
     costs = layer_costs(model, find_kv_projections(model), kv_layout(model))
 
-    def speedup(skipped, surrogates=(), windows=Windows(0, 1)):
+    def speedup(skipped, surrogates=(), windows=ONE_TOKEN):
         return predicted_speedup(costs, skipped, surrogates, windows)
 
     assert speedup({4}) == pytest.approx(NUM_LAYERS / (NUM_LAYERS - 1), rel=0.05)  # the last layer never attends
