@@ -19,6 +19,7 @@ import torch
 from pop_export.bundle import Bundle, check_target, save_graphs, staged_folder
 from pop_export.calibration.calibrate import calibrate
 from pop_export.calibration.corpus import Samples, calibration_samples
+from pop_export.calibration.fitting_text import FittingText, fitting_text
 from pop_export.calibration.record import Calibration, read_calibration, write_calibration
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
 from pop_export.config import ExportConfig
@@ -95,19 +96,21 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("calibrate", "calibrating"):
         samples = _samples(config, checkpoint)
         calibration = _calibration(config, checkpoint, samples)
+    with watch.stage("fitting_text", "gathering text to fit on"):
+        text = fitting_text(config, checkpoint)
     with watch.stage("select", "choosing layers"):
-        lab = _lab(config, checkpoint, kv_layers)
+        lab = _lab(config, checkpoint, kv_layers, text)
         choice = choose_plan(config, lab, calibration.prefill.importance)
     with watch.stage("refit", "fitting the prefill to the full model"):
         fitted = lab.fit(choice.skipped_layers)
     with watch.stage("quality", "measuring damage"):
-        measured = _measured(lab, choice, fitted, watch.seconds["refit"])
+        measured = _measured(lab, choice, fitted, text.description, watch.seconds["refit"])
         original = _original_scores(config, checkpoint, fitted.plan, samples)
-    text = _verification_text(checkpoint, samples)
+    prompt = _verification_text(checkpoint, samples)
     with watch.stage("build", "building the graphs"):
         with traced_weights(config, checkpoint.model):
             if config.precision in HALF:
-                require_finite(checkpoint.model, text)
+                require_finite(checkpoint.model, prompt)
             decode = build_decode_graph(checkpoint.model, kv_layers)
             prefill = cut_prefill_graph(decode, fitted.plan)
         stored = store_precision(config, checkpoint.model, decode, prefill)
@@ -117,7 +120,7 @@ def export(config: ExportConfig) -> Bundle:
             save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
         with watch.stage("verify", "verifying against PyTorch"):
             verification, last_layer = _verified(
-                folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, text, config.threads
+                folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt, config.threads
             )
             require_passed([*verification.checks, last_layer])
         with watch.stage("measure", "measuring speed and damage"):
@@ -134,28 +137,21 @@ def export(config: ExportConfig) -> Bundle:
     return Bundle(config.out, manifest, report)
 
 
-def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...]) -> PlanLab:
+def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], text: FittingText) -> PlanLab:
     """Return what plans are tried with: text to fit on, text kept aside, and what a plan may use."""
-    samples = calibration_samples(
-        checkpoint.tokenizer,
-        data=config.calibration_data,
-        num_samples=config.refit_samples,
-        length=min(config.refit_length, max_positions_of(checkpoint.model)),
-        seed=config.seed,
-        num_held_out=NUM_HELD_OUT,
-        offline=config.offline,
-    )
-    held_out, protocol = measuring_text(samples, Windows(config.sink_tokens, config.boundary_tokens))
+    held_out, protocol = measuring_text(text.corpus, Windows(config.sink_tokens, config.boundary_tokens))
     settings = TrialSettings(config.refit, config.uses_surrogates, protocol)
-    return PlanLab(checkpoint.model, kv_layers, samples.ids, held_out, settings)
+    return PlanLab(checkpoint.model, kv_layers, text.fitting, text.judging, held_out, settings)
 
 
-def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, refit_seconds: float) -> dict[str, Any]:
+def _measured(
+    lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, refit_seconds: float
+) -> dict[str, Any]:
     """Return what report.json says of the fits and of the damage they leave."""
     damage = lab.measure(fitted)
     chosen = lab.point(fitted, damage["all"].kl_mean_nats)
     quality = quality_summary(lab.settings.protocol, damage, choice.curve, chosen, len(choice.order))
-    return {**fit_summary(fitted, refit_seconds), "quality": quality}
+    return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality}
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
