@@ -147,7 +147,7 @@ def document_of(path: Path, checkpoint: Checkpoint) -> Document:
 def compared(full: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     """Return mean KL(full || other) in nats and the share of equal likeliest tokens, for logits [C, V] float32.
 
-    In float32, summed in float64: within 1e-6 of `pop_export.evaluation.scores`, and ten times as fast on 262,144 tokens.
+    In float32, summed in float64: within 1e-6 of `pop_export.evaluation.scores`, at half the memory.
     """
     p, q = (torch.from_numpy(logits).log_softmax(-1) for logits in (full, other))
     divergence = (p.exp() * (p - q)).sum(-1, dtype=torch.float64)  # [C]
