@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.ablation import VARIANTS, Variant, continuation_logits, markdown
+from benchmarks.ablation import VARIANTS, Variant, compared, continuation_logits, markdown
+from pop_export.evaluation.scores import kl_divergence, log_softmax
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime.manifest import Windows
 from pop_runtime.schedule import plan_turn
@@ -84,3 +85,10 @@ def test_without_kv_what_skipped_layers_wrote_for_the_prompt_does_not_matter(mod
 def test_the_table_has_a_column_per_ratio():
     rows = [{"ratio": ratio, "variant": "a", "kl_mean_nats": 0.1234, "top1_agreement": 0.9} for ratio in (1 / 6, 1 / 2)]
     assert markdown(rows) == "| variant | 17% | 50% |\n|---|---|---|\n| a | 0.123 (90.0%) | 0.123 (90.0%) |"
+
+
+def test_the_comparison_is_that_of_pop_eval(ids):
+    full, other = (continuation_logits(tiny_model(), ids, CONTEXT, PLAN, variant) for variant in VARIANTS[:2])
+    divergence, agreement = compared(full, other)
+    assert divergence == pytest.approx(kl_divergence(log_softmax(full), log_softmax(other)).mean(), abs=1e-6)
+    assert agreement == np.mean(full.argmax(axis=1) == other.argmax(axis=1))
