@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from pop_export.graph.marker import MARKER
+from pop_runtime.errors import ModelError
 
 METADATA_PREFIX = "pop.value."  # graph metadata: "pop.value.layers.3.key" -> name of that value
 
@@ -39,9 +40,9 @@ def marked_value(model: ir.Model, name: str) -> ir.Value:
     """Return the value that the marker `name` stood on.
 
     Raises:
-        KeyError: there was no such marker, or the value is gone.
+        ModelError: there was no such marker, or the value is gone.
     """
-    wanted = model.metadata_props[METADATA_PREFIX + name]
+    wanted = model.metadata_props.get(METADATA_PREFIX + name)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         if value.name == wanted:
             return value
@@ -49,4 +50,4 @@ def marked_value(model: ir.Model, name: str) -> ir.Value:
         for value in node.outputs:
             if value.name == wanted:
                 return value
-    raise KeyError(f"{name}: value {wanted} is not in the graph")
+    raise ModelError(f"decode graph: expected the value {name}, found none; this family is not supported")
