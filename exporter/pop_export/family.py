@@ -39,7 +39,9 @@ def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
     if _differ(beginning, whole[:NUM_FIRST]):
         raise _refused(model, "its tokens attend to later ones: it is an encoder, not a decoder")
     if _differ(pieces, whole[-1]):
-        raise _refused(model, "fed in pieces it computes other logits than fed at once, so K and V are not all it keeps")
+        raise _refused(
+            model, "fed in pieces it computes other logits than fed at once, so K and V are not all it keeps"
+        )
     return layers
 
 

@@ -66,7 +66,7 @@ class _Watch:
     def __init__(self) -> None:
         self.cache = _WatchedCache()
         self.windows: dict[int, int | None] = {}  # of the layers that attended
-        self._masks: list[int | None | NotFused] = []  # window of each mask made, or why it has none
+        self._masks: list[int | NotFused | None] = []  # window of each mask made, or why it has none
 
     def mask(self, *_: Any, mask_function: Callable[..., Any], q_length: int, **__: Any) -> Tensor:
         """Return a stand-in [1, 1, S, S] for a mask, full of its index: layers may slice it."""

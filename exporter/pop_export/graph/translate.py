@@ -62,7 +62,12 @@ def _replace_in_place(module: GraphModule) -> bool:
         packet = getattr(_ATEN, node.target.overloadpacket.__name__.removesuffix("_"), None)
         plain = getattr(packet, node.target._overloadname, None)
         changed = node.args[0]
-        if plain is None or plain._schema.is_mutable or _returns_view(changed) or any(map(_returns_view, changed.users)):
+        if (
+            plain is None
+            or plain._schema.is_mutable
+            or _returns_view(changed)
+            or any(map(_returns_view, changed.users))
+        ):
             is_functional = False
             continue
         node.target = plain

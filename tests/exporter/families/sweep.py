@@ -26,7 +26,7 @@ from pop_export.hf_folder import refuse_non_decoder
 from pop_export.quiet import quiet_transformers
 from pop_runtime.errors import PopError
 from tests.exporter.families import proof
-from tests.exporter.families.configs import as_checkpoint, causal_model_types, tiny_family_model
+from tests.exporter.families.configs import COMMON_FAMILIES, as_checkpoint, causal_model_types, tiny_family_model
 from tests.exporter.families.page import write_page
 
 RESULTS = Path("build/families")
@@ -114,17 +114,12 @@ def sweep(model_types: list[str], num_processes: int) -> None:
 
 def _order(model_type: str) -> int:
     """Return where a family stands in the sweep: those people ask for first."""
-    first = (
-        "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 smollm3 granite olmo olmo2 olmo3 "
-        "cohere cohere2 glm glm4 starcoder2 gpt2 gpt_neox opt falcon stablelm helium nemotron ernie4_5 exaone4 "
-        "hunyuan_v1_dense seed_oss mixtral qwen3_moe gpt_oss olmoe bloom mpt deepseek_v3 gptj llama4_text"
-    ).split()
-    return first.index(model_type) if model_type in first else len(first)
+    return COMMON_FAMILIES.index(model_type) if model_type in COMMON_FAMILIES else len(COMMON_FAMILIES)
 
 
 def main() -> None:
     """Run what the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model_types", nargs="*")
     parser.add_argument("--page", action="store_true", help="write the page from the results there are")
     parser.add_argument("--processes", type=int, default=2)
