@@ -144,9 +144,7 @@ def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer,
     return PlanLab(checkpoint.model, kv_layers, text.fitting, text.judging, held_out, settings)
 
 
-def _measured(
-    lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, refit_seconds: float
-) -> dict[str, Any]:
+def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, refit_seconds: float) -> dict[str, Any]:
     """Return what report.json says of the fits and of the damage they leave."""
     damage = lab.measure(fitted)
     chosen = lab.point(fitted, damage["all"].kl_mean_nats)

@@ -74,9 +74,11 @@ class FusedCache(Cache):
         self.layers: list[Any] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are given to the model."""
         return 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return new K and V, [B, H_kv, S, D], marked."""
         return mark(key, f"layers.{layer_idx}.key"), mark(value, f"layers.{layer_idx}.value")
 
 
@@ -90,19 +92,24 @@ class BufferCache(Cache):
         self.layers: list[Any] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are given to the model."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0  # `_buffer_mask` adds each row's own
+        """Return 0: `_buffer_mask` adds each row's own."""
+        return 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return S_max."""
         assert _current is not None
         return _current.past[layer_idx or 0][0].shape[2]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return how many places a mask covers, and the first of them."""
         return self.get_max_length(layer_idx), 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the buffers [B, H_kv, S_max, D] with the new K and V in them."""
         assert _current is not None
         past_key, past_value = _current.past[layer_idx]
         key, value = mark(key, f"layers.{layer_idx}.key"), mark(value, f"layers.{layer_idx}.value")

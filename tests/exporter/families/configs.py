@@ -15,6 +15,13 @@ NUM_LAYERS = 4
 VOCAB_SIZE = 300
 WINDOW = 8
 
+COMMON_FAMILIES = (
+    "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "smollm3",
+    "granite", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "glm", "glm4", "starcoder2", "gpt_neox", "opt",
+    "falcon", "stablelm", "helium", "nemotron", "ernie4_5", "exaone4", "hunyuan_v1_dense", "seed_oss", "mixtral",
+    "qwen3_moe", "olmoe",
+)  # fmt: skip
+
 # One size, and every name that some config class gives it. A class takes the names it declares.
 SIZES: tuple[tuple[Any, str], ...] = (
     (64, "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim"),

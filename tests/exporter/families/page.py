@@ -27,13 +27,14 @@ full one by at least ten times that, and so does, where there is a window, the m
 translation, not a checkpoint: every export verifies itself again on the real weights, and a family that is not listed
 is tried and accepted only if that passes.
 
-Attention is **fused** (`com.microsoft.GroupQueryAttention`) wherever its arithmetic, tried in PyTorch, gives the model's
-own logits. Otherwise the family's own eager attention runs **over the buffer**: right, but it computes scores for every
-place of the KV buffer. Mixtures of experts compute every expert for every token (exact; the cost is that of a dense model
-of the same size).
+Attention is **fused** (`com.microsoft.GroupQueryAttention`) wherever its arithmetic, tried in PyTorch, gives the
+model's own logits. Otherwise the family's own eager attention runs **over the buffer**: right, but it computes scores
+for every place of the KV buffer. Mixtures of experts compute every expert for every token (exact; the cost is that of a
+dense model of the same size).
 
-Rotary embeddings whose frequencies change with the length (`longrope`, `dynamic`) are exported with those of the original
-length, and the bundle's `max_positions` ends there.
+Rotary embeddings whose frequencies change with the length (`longrope`, `dynamic`) are exported with those of the
+original length, and the bundle's `max_positions` ends there. Verification feeds up to 1100 tokens: a window or a chunk
+that is wider than that is proven on tiny models only.
 """
 
 

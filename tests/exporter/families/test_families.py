@@ -5,7 +5,7 @@ import pytest
 from pop_export.graph.attention_form import choose_attention
 from pop_runtime.errors import ModelError
 from tests.exporter.families import proof
-from tests.exporter.families.configs import tiny_family_model
+from tests.exporter.families.configs import COMMON_FAMILIES, tiny_family_model
 
 CORE = {
     "llama": "fused",
@@ -15,39 +15,6 @@ CORE = {
     "bloom": "buffer",  # ALiBi, attention of its own
     "deepseek_v3": "buffer",  # latent attention: K and V of different sizes
 }
-WIDE = [
-    "mistral",
-    "ministral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "phi",
-    "phi3",
-    "smollm3",
-    "granite",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "cohere",
-    "cohere2",
-    "glm",
-    "glm4",
-    "starcoder2",
-    "gpt_neox",
-    "opt",
-    "falcon",
-    "stablelm",
-    "helium",
-    "nemotron",
-    "ernie4_5",
-    "exaone4",
-    "hunyuan_v1_dense",
-    "seed_oss",
-    "mixtral",
-    "qwen3_moe",
-    "olmoe",
-    "llama4_text",
-]
 
 
 def prove(exported: proof.Exported) -> None:
@@ -68,7 +35,7 @@ def test_the_pair_of_a_core_family_computes_what_pytorch_does(export_of, model_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", WIDE)
+@pytest.mark.parametrize("model_type", COMMON_FAMILIES)
 def test_the_pair_of_a_common_family_computes_what_pytorch_does(export_of, model_type):
     prove(export_of(model_type))
 

@@ -50,4 +50,4 @@ def marked_value(model: ir.Model, name: str) -> ir.Value:
         for value in node.outputs:
             if value.name == wanted:
                 return value
-    raise ModelError(f"graph {model.graph.name}: expected the value {name}, found none; this family is not supported")
+    raise ModelError(f"decode graph: expected the value {name}, found none; this family is not supported")
