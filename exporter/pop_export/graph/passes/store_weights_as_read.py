@@ -48,7 +48,8 @@ def _transpose_initializer(weight: ir.Value, perm: tuple[int, ...]) -> None:
     tensor = weight.const_value
     assert tensor is not None
     name = weight.name
-    shape = ir.Shape([tensor.shape[axis] for axis in perm])
+    sizes = tensor.shape.numpy()
+    shape = ir.Shape([sizes[axis] for axis in perm])
 
     def transposed() -> ir.Tensor:
         return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype, name=name)
