@@ -35,7 +35,7 @@ class Speed:
 
 
 def measure_speed(folder: Path, manifest: Manifest, threads: int | None, rounds: int = ROUNDS) -> Speed:
-    """Return prefill times of both graphs and of a turn, at `PROMPT_TOKENS` or as many as fit, and decode time.
+    """Return times of both graphs over `PROMPT_TOKENS` (fewer if the model takes less), of a turn, and of decode.
 
     Prompts are random ids, each fed in one piece into an empty cache. The first round is a warm-up and not counted.
     """
