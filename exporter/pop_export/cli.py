@@ -91,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
         help="give skipped layers that lie before kept ones a linear map, where text kept aside gains by it "
         "(default: auto, off with --no-refit)")  # fmt: skip
     add("--refit-samples", type=int, metavar="N", help="windows of text to fit on (default %(default)s)")
+    add("--self-samples", type=int, metavar="N",
+        help="samples of text to fit on that the model writes itself, 0 for none (default %(default)s)")  # fmt: skip
     add("--refit-length", type=int, metavar="N",
         help="tokens per window, to fit on and to measure damage with (default %(default)s)")  # fmt: skip
     add("--sink-tokens", type=int, metavar="N",
@@ -130,12 +132,17 @@ def summary(folder: Path, report: dict[str, Any]) -> str:
     """Return what a person wants to know of a finished export."""
     plan, speed, checks = report["plan"], report["speed"], report["verification"]["checks"]
     worst = max(check["largest_difference"] for check in checks)
+    chosen = report["quality"]["chosen"]
     return "\n".join(
         (
             f"{folder}: {len(plan['skipped_layers'])} of {plan['num_layers']} layers skipped in prefill: "
-            f"{', '.join(map(str, plan['skipped_layers'])) or 'none'}",
+            f"{', '.join(map(str, plan['skipped_layers'])) or 'none'}; refitted: {len(plan['refitted_layers'])}, "
+            f"with a surrogate: {len(plan['surrogate_layers'])}",
+            f"damage on text kept aside: KL {chosen['kl_mean_nats']:.3f} nats per token, "
+            f"same first choice at {chosen['top1_agreement']:.1%} of {chosen['num_positions']} positions",
             f"prefill of {speed['num_prompt_tokens']} tokens: {speed['full_prefill_ms']:.0f} ms full, "
-            f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x",
+            f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x; as a turn with its windows "
+            f"{speed['turn_speedup']:.2f} x, predicted {chosen['predicted_speedup']:.2f} x",
             f"verified: logits within {worst:.1g} of PyTorch in {len(checks)} comparisons",
             f'try it: pop-run {folder} --prompt "Explain in two sentences why the sky is blue."',
         )

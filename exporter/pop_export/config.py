@@ -42,7 +42,8 @@ class ExportConfig:
 
     refit: bool = True  # fit K and V projections of skipped layers to what the full model writes
     surrogate: Literal["auto", "off"] | None = None  # linear maps in place of skipped layers; None: "auto" with refit
-    refit_samples: int = 32  # windows of text to fit on
+    refit_samples: int = 24  # windows of the corpus to fit on
+    self_samples: int = 48  # and so many samples of text that the model writes itself
     refit_length: int = 512  # tokens per window; damage is measured on windows of this length as well
 
     sink_tokens: int = 0  # tokens at the start of a sequence that run at full depth
@@ -57,6 +58,8 @@ class ExportConfig:
                 raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, found {getattr(self, name)}")
         if self.calibration_length < 4:
             raise UsageError(f"--calibration-length: expected at least 4 tokens, found {self.calibration_length}")
+        if self.self_samples < 0:
+            raise UsageError(f"--self-samples: expected at least 0, found {self.self_samples}")
         self._check_plan()
         if self.sink_tokens < 0:
             raise UsageError(f"--sink-tokens: expected at least 0, found {self.sink_tokens}")

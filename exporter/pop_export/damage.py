@@ -65,11 +65,18 @@ class DamageMeter:
         ]
 
     @torch.no_grad()
-    def measure(self, plan: PrefillPlan) -> dict[str, Damage]:
-        """Return the damage that a plan does, by source; "all" is over the positions of all sources."""
+    def measure(self, plan: PrefillPlan, windows: Windows | None = None) -> dict[str, Damage]:
+        """Return the damage that a plan does, by source; "all" is over the positions of all sources.
+
+        Args:
+            plan: what prefill leaves out.
+            windows: other ones than the protocol's; their sink may not be larger.
+        """
+        windows = windows or self.protocol.windows
+        assert windows.sink_tokens <= self.protocol.windows.sink_tokens
         found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for source, run in self._batches:
-            found.setdefault(source, []).append(run.compare(plan, self.protocol.windows))
+            found.setdefault(source, []).append(run.compare(plan, windows))
         damage = {source: _damage(parts) for source, parts in found.items()}
         return {"all": _damage([part for parts in found.values() for part in parts]), **damage}
 
@@ -89,9 +96,9 @@ def _damage(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Damage:
 class _PrefixCache(DynamicCache):
     """K and V of a prefix, whatever layers have been run; a layer told to stop ends when its K and V are in."""
 
-    def __init__(self, num_past: int, sink: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, sink: Mapping[int, tuple[Tensor, Tensor]], num_sink: int) -> None:
         super().__init__()
-        self.num_past, self.stopping = num_past, False
+        self.num_past, self.stopping, self._num_sink = 0, False, num_sink
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._sink = sink
 
@@ -110,7 +117,7 @@ class _PrefixCache(DynamicCache):
             return torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
         if self.stopping and layer_idx in self._sink:
             key, value = (
-                torch.cat([full, new[:, :, full.shape[2] :]], dim=2)
+                torch.cat([full[:, :, : self._num_sink], new[:, :, self._num_sink :]], dim=2)
                 for full, new in zip(self._sink[layer_idx], (key, value), strict=True)
             )
         self.kept[layer_idx] = (key, value)
@@ -127,7 +134,7 @@ class _FullRun:
         self._context, self._continuation = protocol.context_tokens, protocol.continuation_tokens
         sink = protocol.windows.sink_tokens
         self._ids = ids[:, :-1]  # the last token is predicted, never fed
-        cache = _PrefixCache(0, {})
+        cache = _PrefixCache({}, 0)
         calls = stack.calls(self._ids, cache)
         self._entered: list[Tensor] = []
         hidden = calls.entered
@@ -161,7 +168,7 @@ class _FullRun:
     def _after_pruned(self, plan: PrefillPlan, sink: int, num_pruned: int) -> Tensor:
         """Return what leaves the last layer at the positions after the pruned ones, [B, S - num_pruned, E]."""
         first = min(plan.skipped_layers)
-        cache = _PrefixCache(0, self._sink)
+        cache = _PrefixCache(self._sink, sink)
         calls = self._stack.calls(self._ids[:, :num_pruned], cache)
         hidden = self._entered[first][:, :num_pruned]
         with plan_weights(self._stack.model, plan):

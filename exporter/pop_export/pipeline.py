@@ -17,6 +17,7 @@ import torch
 from pop_export.bundle import Bundle, check_target, save_graphs, staged_folder
 from pop_export.calibration.calibrate import calibrate
 from pop_export.calibration.corpus import Samples, calibration_samples
+from pop_export.calibration.fitting_text import FittingText, fitting_text
 from pop_export.calibration.record import Calibration, read_calibration, write_calibration
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
 from pop_export.config import ExportConfig
@@ -77,15 +78,17 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("calibrate", "calibrating"):
         samples = _samples(config, checkpoint)
         calibration = _calibration(config, checkpoint, samples)
+    with watch.stage("fitting_text", "gathering text to fit on"):
+        text = fitting_text(config, checkpoint)
     with watch.stage("select", "choosing layers"):
-        lab = _lab(config, checkpoint, kv_layers)
+        lab = _lab(config, checkpoint, kv_layers, text)
         choice = choose_plan(config, lab, calibration.prefill.importance)
     with watch.stage("refit", "fitting the prefill to the full model"):
         fitted = lab.fit(choice.skipped_layers)
     with watch.stage("quality", "measuring damage"):
         damage = lab.measure(fitted)
     measured = {
-        **fit_summary(fitted, watch.seconds["refit"]),
+        **fit_summary(fitted, text.description, watch.seconds["refit"]),
         "quality": quality_summary(
             lab.settings.protocol, damage, choice.curve, lab.point(fitted, damage["all"].kl_mean_nats), len(kv_layers)
         ),
@@ -98,9 +101,9 @@ def export(config: ExportConfig) -> Bundle:
         with watch.stage("write", "writing graphs and weights"):
             save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
         with watch.stage("verify", "verifying against PyTorch"):
-            text = _verification_text(checkpoint, samples)
-            verification = verify(folder, manifest, checkpoint.model, fitted.plan, text, config.threads)
-            last_layer = verify_last_layer(folder, manifest, decode, checkpoint.model, text, config.threads)
+            prompt = _verification_text(checkpoint, samples)
+            verification = verify(folder, manifest, checkpoint.model, fitted.plan, prompt, config.threads)
+            last_layer = verify_last_layer(folder, manifest, decode, checkpoint.model, prompt, config.threads)
             require_passed([*verification.checks, last_layer])
         with watch.stage("measure", "measuring speed"):
             speed = measure_speed(folder, manifest, config.threads)
@@ -115,20 +118,11 @@ def export(config: ExportConfig) -> Bundle:
     return Bundle(config.out, manifest, report)
 
 
-def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...]) -> PlanLab:
+def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], text: FittingText) -> PlanLab:
     """Return what plans are tried with: text to fit on, text kept aside, and what a plan may use."""
-    samples = calibration_samples(
-        checkpoint.tokenizer,
-        data=config.calibration_data,
-        num_samples=config.refit_samples,
-        length=min(config.refit_length, max_positions_of(checkpoint.model)),
-        seed=config.seed,
-        num_held_out=NUM_HELD_OUT,
-        offline=config.offline,
-    )
-    held_out, protocol = measuring_text(samples, Windows(config.sink_tokens, config.boundary_tokens))
+    held_out, protocol = measuring_text(text.corpus, Windows(config.sink_tokens, config.boundary_tokens))
     settings = TrialSettings(config.refit, config.uses_surrogates, protocol)
-    return PlanLab(checkpoint.model, kv_layers, samples.ids, held_out, settings)
+    return PlanLab(checkpoint.model, kv_layers, text.fitting, text.judging, held_out, settings)
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:

@@ -16,7 +16,7 @@ from pop_export.projections import find_kv_projections
 from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
 from pop_runtime.manifest import KvLayer
 
-NUM_TRIAL_WINDOWS = 8  # of the fitting text: enough to compare plans, a quarter of what the chosen one is fitted on
+TRIAL_SHARE = 4  # plans are compared after fitting them on every fourth window
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,15 @@ class PlanLab:
         model: causal LM; unchanged afterwards.
         kv_layers: shape of each layer's K and V.
         fitting: windows to fit on.
-        held_out: by source, windows of the protocol's length that nothing is fitted on.
+        judging: windows that fits are judged by; nothing is fitted on them.
+        held_out: by source, windows of the protocol's length, to measure damage on; nor on these.
         settings: what plans may use.
     """
 
     model: PreTrainedModel
     kv_layers: Sequence[KvLayer]
     fitting: Sequence[np.ndarray]
+    judging: Sequence[np.ndarray]
     held_out: Mapping[str, Sequence[np.ndarray]]
     settings: TrialSettings
     _points: dict[frozenset[int], Point] = field(default_factory=dict)
@@ -63,9 +65,8 @@ class PlanLab:
         self.costs: tuple[LayerCost, ...] = layer_costs(self.model, self.projections, self.kv_layers)
         self._modules = modules_by_layer(self.projections)
         self.meter = DamageMeter(self.stack, self.held_out, self.settings.protocol)
-        aside = [window for windows in self.held_out.values() for window in windows]
-        self._aside = FullPass(self.stack, aside, self._modules, keep=True)
-        self._trial = FullPass(self.stack, self.fitting[:NUM_TRIAL_WINDOWS], self._modules, keep=True)
+        self._judging = FullPass(self.stack, self.judging, self._modules, keep=True)
+        self._trial = FullPass(self.stack, self.fitting[::TRIAL_SHARE], self._modules, keep=True)
 
     def fit(self, skipped: Collection[int]) -> PrefillFit:
         """Return the plan fitted on all of the fitting text."""
@@ -95,7 +96,7 @@ class PlanLab:
             self.stack,
             self.projections,
             text,
-            self._aside,
+            self._judging,
             skipped,
             refit=settings.refit,
             surrogate=settings.surrogate,

@@ -29,9 +29,9 @@ def measuring_text(samples: Samples, windows: Windows) -> tuple[dict[str, list[n
     return by_source, Protocol(longest - continuation, continuation, windows)
 
 
-def fit_summary(fitted: PrefillFit, seconds: float) -> dict[str, Any]:
+def fit_summary(fitted: PrefillFit, text: str, seconds: float) -> dict[str, Any]:
     """Return `refit` and `surrogate` of report.json: relative squared errors on fitting text and on text kept aside."""
-    base = {"ridges": list(RIDGES), "num_tokens": fitted.num_tokens, "seconds": seconds}
+    base = {"text": text, "ridges": list(RIDGES), "num_tokens": fitted.num_tokens, "seconds": seconds}
     refits = [record for record in fitted.records if record.projection != "surrogate"]
     surrogates = [record for record in fitted.records if record.projection == "surrogate"]
     without = sorted(fitted.plan.skipped_layers - {record.layer for record in refits})
