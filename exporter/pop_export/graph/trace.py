@@ -108,7 +108,7 @@ def trace_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], f
         frozen_rope(model),
         _marked_layers(model),
         last_position_head(model),
-        torch.fx.experimental._config.patch(backed_size_oblivious=True),  # sizes 0 and 1 stay dynamic
+        torch.fx.experimental._config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # sizes 0 and 1 stay dynamic
     ):
         program = torch.export.export(
             _DecodeForward(model, form),

@@ -41,7 +41,7 @@ def translate(program: ExportedProgram, input_names: list[str], output_names: li
     with quiet_tracing():
         _replace_conversions(program.graph_module)
         if _replace_in_place(program.graph_module):
-            program.run_decompositions = lambda *_, **__: program  # type: ignore[method-assign]
+            program.run_decompositions = lambda *_, **__: program
             try:
                 return export()
             except torch.onnx.OnnxExporterError:  # an operator has no translation: decompose after all

@@ -46,7 +46,7 @@ def _transpose_initializer(weight: ir.Value, perm: tuple[int, ...]) -> None:
     tensor = weight.const_value
     assert tensor is not None
     name = weight.name
-    shape = ir.Shape([tensor.shape[axis] for axis in perm])
+    shape = ir.Shape([tensor.shape.numpy()[axis] for axis in perm])
 
     def transposed() -> ir.Tensor:
         return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype, name=name)
