@@ -76,8 +76,17 @@ def replaced_outputs(model: PreTrainedModel, replace: ReplaceOutput) -> Iterator
 
 
 def num_layers_of(model: PreTrainedModel) -> int:
-    """Return how many decoder layers the model has."""
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    """Return how many decoder layers the model has.
+
+    Raises:
+        ModelError: its config names no number of layers.
+    """
+    num_layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if num_layers is None:
+        raise ModelError(
+            f"{type(model).__name__}: expected num_hidden_layers, found none; this family is not supported"
+        )
+    return int(num_layers)
 
 
 def max_positions_of(model: PreTrainedModel, default: int = 1 << 20) -> int:

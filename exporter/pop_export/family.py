@@ -23,6 +23,7 @@ def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
     Raises:
         ModelError: the model is not a decoder, or its layers keep something else than one K and one V each.
     """
+    num_layers = num_layers_of(model)
     _refuse_state(model)
     ids = some_token_ids(model, NUM_TOKENS)
     cache = DynamicCache(config=model.config)
@@ -35,7 +36,7 @@ def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
             pieces = model(use_cache=True, **inputs).logits[0, -1]
     except Exception as error:  # a family's forward may want anything: images, an encoder's output
         raise _refused(model, f"it does not run on token ids and a KV cache alone ({first_line(error)})") from error
-    layers = _layers_with_keys(model, cache)
+    layers = _layers_with_keys(model, cache, num_layers)
     if _differ(beginning, whole[:NUM_FIRST]):
         raise _refused(model, "its tokens attend to later ones: it is an encoder, not a decoder")
     if _differ(pieces, whole[-1]):
@@ -49,8 +50,7 @@ def _differ(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return not float((found - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
 
 
-def _layers_with_keys(model: PreTrainedModel, cache: DynamicCache) -> tuple[KvLayer, ...]:
-    num_layers = num_layers_of(model)
+def _layers_with_keys(model: PreTrainedModel, cache: DynamicCache, num_layers: int) -> tuple[KvLayer, ...]:
     kept = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
     kept = [layer for layer in kept if layer.keys.ndim == 4 and layer.keys.numel() and layer.values.numel()]
     if len(kept) != num_layers or len(cache.layers) != num_layers:

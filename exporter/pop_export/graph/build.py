@@ -30,6 +30,8 @@ def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -
     form = choose_attention(model)
     try:
         graph = trace_decode_graph(model, kv_layers, form)
+    except ModelError:
+        raise
     except Exception as error:  # torch.export and the converter raise any type for code that they cannot follow
         raise ModelError(
             f"{type(model).__name__}: its code cannot be traced into a graph ({deepest_line(error)}); "

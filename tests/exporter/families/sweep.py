@@ -48,10 +48,14 @@ def prove_family(model_type: str) -> dict[str, Any]:
         return result | {"status": "refused", "reason": str(error)}
     except Exception as error:  # a family may fail in any way: that is what the sweep is for
         return result | {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    passed = all(result[name] <= proof.TOLERANCE for name in ("unpruned", "pruned", "batch"))
-    if passed and result["pruning_effect"] > 10 * proof.TOLERANCE:
-        return result | {"status": "proven"}
-    return result | {"reason": "beyond tolerance, or blind"}
+    beyond = [
+        f"{name} {result[name]:.1g}" for name in ("unpruned", "pruned", "batch") if result[name] > proof.TOLERANCE
+    ]
+    if beyond:
+        return result | {"reason": f"beyond tolerance: {', '.join(beyond)}"}
+    if result["pruning_effect"] <= 10 * proof.TOLERANCE:
+        return result | {"reason": "blind: the pruned model gives the same logits as the full one"}
+    return result | {"status": "proven"}
 
 
 def _figures(exported: proof.Exported) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def test_a_family_without_code_of_its_own_is_exported_and_verified(tmp_path, cap
 @pytest.mark.parametrize("model_type", ["mamba", "roberta"])
 def test_a_family_that_is_refused_ends_in_one_line_and_exit_code_3(tmp_path, capsys, model_type):
     folder = save_checkpoint(tmp_path / "model", tiny_family_model(model_type))
+    capsys.readouterr()
     code = main(["--model", str(folder), "--out", str(tmp_path / "bundle"), *FEW])
     error = [line for line in capsys.readouterr().err.splitlines() if not line.endswith("...")]
     assert code == 3
