@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import onnx_ir as ir
 
 from pop_export.graph.passes.quantize_embedding import SAME_BYTES
 from pop_runtime.errors import ModelError, UsageError
-from pop_runtime.manifest import MANIFEST_NAME, Manifest
+from pop_runtime.manifest import MANIFEST_NAME, Manifest, sha256_of
 
 INLINE_BYTES = 1024  # smaller constants stay in the graph, where ONNX Runtime folds shapes with them
 ALIGNMENT_BYTES = 4096  # a page: each weight can be mapped by itself
@@ -113,11 +114,20 @@ def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> None
         list(shared.values()), folder, weights, alignment=ALIGNMENT_BYTES, align_threshold=INLINE_BYTES
     )
     external = dict(zip(shared, written, strict=True))
+    weights_sha256 = sha256_of(folder / weights)
     for file_name, model in graphs.items():
         for value in model.graph.initializers.values():
             if _stored_as(value) in external:
                 value.const_value = _view(external[_stored_as(value)], value)
+        model.graph.name = _graph_name(file_name, model, weights_sha256)
         ir.save(model, folder / file_name)
+
+
+def _graph_name(file_name: str, model: ir.Model, weights_sha256: str) -> str:
+    """Return a name that no other graph has: engine caches of execution providers tell graphs apart by it alone."""
+    model.graph.name = Path(file_name).stem
+    content = ir.to_proto(model).SerializeToString(deterministic=True) + weights_sha256.encode()
+    return f"{Path(file_name).stem}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def _stored_as(value: ir.Value) -> str:

@@ -12,7 +12,7 @@ from pop_runtime.errors import UsageError
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
-Int4Method = Literal["rtn", "k_quant", "hqq"]
+Int4Method = Literal["rtn", "k_quant", "hqq", "gptq"]
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # all that ONNX Runtime's quantisers and kernels take (1.32)
 
 
@@ -131,8 +131,8 @@ class ExportConfig:
         if self.int4_method != "rtn":
             if self.precision != "int4":
                 raise UsageError(f"--int4-method: expected --precision int4 with it, found {self.precision}")
-            if self.symmetric:
+            if self.symmetric and self.int4_method != "gptq":
                 raise UsageError(
-                    f"--symmetric: expected --int4-method rtn with it, found {self.int4_method}, which places the zero "
-                    "point itself; leave --symmetric out"
+                    f"--symmetric: expected --int4-method rtn or gptq with it, found {self.int4_method}, which places "
+                    "the zero point itself; leave --symmetric out"
                 )

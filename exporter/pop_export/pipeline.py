@@ -113,11 +113,12 @@ def export(config: ExportConfig) -> Bundle:
                 require_finite(checkpoint.model, prompt)
             decode = build_decode_graph(checkpoint.model, kv_layers)
             prefill = cut_prefill_graph(decode, fitted.plan)
-        stored = store_precision(config, checkpoint.model, decode, prefill)
+        stored = store_precision(config, checkpoint.model, decode, prefill, samples.ids)
     with staged_folder(config.out) as folder:
         manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):
-            save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
+            # decode first: its bytes, and those of the weights, then do not depend on the plan
+            save_graphs(folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
         with watch.stage("verify", "verifying against PyTorch"):
             verification, last_layer = _verified(
                 folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt, config.threads

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 from pop_export.config import ExportConfig
 from pop_export.half_precision import cast_weights, require_kernels, rounded_weights
 from pop_export.quantize import Quantization, Schemes, quantize_pair, stored_plan, stored_weights
-from pop_export.quantized_matrix import Scheme
+from pop_export.quantized_matrix import Method, Scheme
 from pop_export.reference import PrefillPlan
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,7 +63,7 @@ def traced_weights(config: ExportConfig, model: PreTrainedModel) -> AbstractCont
 
 
 def store_precision(
-    config: ExportConfig, model: PreTrainedModel, decode: ir.Model, prefill: ir.Model
+    config: ExportConfig, model: PreTrainedModel, decode: ir.Model, prefill: ir.Model, samples: Sequence[np.ndarray]
 ) -> StoredPrecision:
     """Quantise both graphs in place if the settings ask for it, and return in which numbers they are.
 
@@ -71,7 +73,7 @@ def store_precision(
     schemes = schemes_for(config)
     if schemes is None:
         return StoredPrecision(config.precision, HALF.get(config.precision))
-    quantization = quantize_pair(decode, prefill, model, schemes)
+    quantization = quantize_pair(decode, prefill, model, schemes, samples)
     return StoredPrecision(quantization.name, quantization=quantization)
 
 
@@ -85,6 +87,7 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
         scheme = Scheme(8, block_size, symmetric=symmetric)
         return Schemes(scheme, scheme, scheme)
     dense = Scheme(4, block_size, config.int4_method, symmetric)
-    # the lookup of embedding rows takes no fractional zero points, which are what hqq searches
-    embedding = Scheme(4, block_size, "k_quant" if config.int4_method == "hqq" else config.int4_method, symmetric)
+    # rows that are looked up take no fractional zero points, which are what hqq searches, and have no product to keep
+    instead: dict[Method, Method] = {"hqq": "k_quant", "gptq": "rtn"}
+    embedding = Scheme(4, block_size, instead.get(config.int4_method, config.int4_method), symmetric)
     return Schemes(dense, Scheme(KEY_VALUE_BITS, block_size, symmetric=symmetric), embedding)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from pop_export.decoder import num_layers_of
+from pop_export.gptq import gptq_matrices
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
@@ -49,11 +51,24 @@ class Quantization:
         return f"int{dense.bits}-block{dense.block_size}-{kind}"
 
 
-def quantize_pair(decode: ir.Model, prefill: ir.Model, model: PreTrainedModel, schemes: Schemes) -> Quantization:
+def quantize_pair(
+    decode: ir.Model,
+    prefill: ir.Model,
+    model: PreTrainedModel,
+    schemes: Schemes,
+    samples: Sequence[np.ndarray] = (),
+) -> Quantization:
     """Quantise every matrix of both graphs that is a parameter, or stands in for one in prefill; in place.
 
     A weight of both graphs is quantised once. The prefill graph has to be cut before: what cutting does to weights it
     does to plain ones. Weights of any other origin stay as they are.
+
+    Args:
+        decode: changed in place.
+        prefill: changed in place.
+        model: what the graphs compute, unchanged.
+        schemes: how each kind of weight is quantised.
+        samples: windows of token ids, for methods that look at what the weights are used for.
 
     Raises:
         ModelError: the graphs hold no such matrix.
@@ -70,6 +85,10 @@ def quantize_pair(decode: ir.Model, prefill: ir.Model, model: PreTrainedModel, s
         return schemes.embedding if name in tables else schemes.dense
 
     matrices: dict[str, QuantizedMatrix] = {}
+    if schemes.dense.method == "gptq":
+        read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
+        dense = [name for name in read if scheme_of(name) is schemes.dense]
+        matrices.update(gptq_matrices(model, dense, samples, schemes.dense))
     for graph in (decode, prefill):
         quantize_matmuls(graph, scheme_of, matrices)
         quantize_embedding(graph, scheme_of, matrices)

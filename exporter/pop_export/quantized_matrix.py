@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Method = Literal["rtn", "k_quant", "hqq"]
+Method = Literal["rtn", "k_quant", "hqq", "gptq"]
 Bits = Literal[4, 8]
 
 
@@ -27,7 +27,7 @@ class Scheme:
     @property
     def has_zero_points(self) -> bool:
         """Whether each block has a zero point of its own; else it is the middle of the range."""
-        return self.method != "rtn" or not self.symmetric
+        return self.method in ("k_quant", "hqq") or not self.symmetric
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def quantize_matrix(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMat
     """
     N, K = weight.shape
     blocks = -(-K // scheme.block_size)
-    if scheme.method == "rtn":
+    if scheme.method in ("rtn", "gptq"):  # gptq with no inputs to look at rounds to the nearest (gptq.py has them)
         packed, scales, zero_points = _round_to_nearest(weight, scheme)
     elif scheme.method == "hqq":
         packed, scales, zero_points = _hqq(weight, scheme)
@@ -87,8 +87,8 @@ def _k_quant(weight: np.ndarray, scheme: Scheme, blocks: int) -> tuple[np.ndarra
     with np.errstate(divide="ignore", invalid="ignore"):  # a block of equal numbers: its first guess is kept
         ort = _quantizers("neural_compressor.weight_only")
         codes, scales, zero_points = ort.quant_tensor_k_quant_cpu(padded, scheme.bits, scheme.block_size)
-    packed = _packed(codes.astype(np.uint8).reshape(N, -1), scheme.bits)
-    return packed, scales.astype(np.float32), _packed(zero_points.reshape(N, blocks), scheme.bits)
+    packed = pack(codes.astype(np.uint8).reshape(N, -1), scheme.bits)
+    return packed, scales.astype(np.float32), pack(zero_points.reshape(N, blocks), scheme.bits)
 
 
 def _hqq(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -97,7 +97,7 @@ def _hqq(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np
     codes, scales, zero_points = ort.HQQWeightOnlyQuantizer(config).quantize_internal(
         torch.from_numpy(weight), bits=scheme.bits, group_size=scheme.block_size
     )
-    return _packed(codes.numpy().astype(np.uint8), scheme.bits), scales.numpy(), zero_points.numpy()
+    return pack(codes.numpy().astype(np.uint8), scheme.bits), scales.numpy(), zero_points.numpy()
 
 
 def _quantizers(module: str) -> Any:
@@ -111,7 +111,7 @@ def _quantizers(module: str) -> Any:
         root.setLevel(level)
 
 
-def _packed(codes: np.ndarray, bits: Bits) -> NDArray[np.uint8]:
+def pack(codes: np.ndarray, bits: Bits) -> NDArray[np.uint8]:
     """Return codes [N, C] uint8 packed along C: [N, ceil(C * bits / 8)]."""
     if bits == 8:
         return codes

@@ -1,0 +1,190 @@
+"""Quantised pairs: what is stored, where, and that a wrong number in it cannot pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import transformers
+
+import pop_runtime
+from pop_export import ExportConfig, pipeline, speed
+from pop_export.checkpoint import load_checkpoint
+from pop_export.cli import main
+from pop_export.config import BLOCK_SIZES
+from pop_export.graph.build import build_decode_graph, kv_layout
+from pop_export.graph.cut import cut_prefill_graph
+from pop_export.quantize import Schemes, key_value_weights, quantize_pair, stored_weights
+from pop_export.quantized_matrix import QuantizedMatrix, Scheme
+from pop_export.verify import TOLERANCE
+from pop_runtime.errors import BackendError, GateError, ModelError, UsageError
+from tests.tiny_models import TINY, tiny_model
+
+INT4 = Schemes(Scheme(4, 32), Scheme(8, 32), Scheme(4, 32))
+
+
+@pytest.fixture(autouse=True)
+def _short_measurement(monkeypatch):
+    monkeypatch.setattr(speed, "PROMPT_TOKENS", 64)
+
+
+@pytest.fixture(scope="module")
+def odd_sized():
+    """Return a Llama with hidden 80 and intermediate 208, its decode graph: no block size divides both."""
+    sizes = {"hidden_size": 80, "intermediate_size": 208, "num_attention_heads": 5, "num_key_value_heads": 1}
+    model = tiny_model(transformers.LlamaConfig(**{**TINY, **sizes, "num_hidden_layers": 3}))
+    return model, build_decode_graph(model, kv_layout(model))
+
+
+def _nodes(model: ir.Model, op_type: str) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == op_type]
+
+
+def test_every_matrix_is_quantised_once_and_k_and_v_keep_eight_bits(llama, llama_decode):
+    decode = llama_decode.clone()
+    prefill = cut_prefill_graph(decode, {1, 3})
+    found = quantize_pair(decode, prefill, llama, INT4)
+    assert found.kept == ()
+    bits = {name: matrix.scheme.bits for name, matrix in found.matrices.items()}
+    assert len(bits) == 5 * 7 + 1
+    assert {name for name in bits if bits[name] == 8} == {
+        f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(5) for part in "kv"
+    }
+    assert not _nodes(decode, "MatMul") and not _nodes(decode, "Gemm") and not _nodes(decode, "Gather")
+    for name in set(prefill.graph.initializers) & set(decode.graph.initializers):
+        shared = prefill.graph.initializers[name].const_value, decode.graph.initializers[name].const_value
+        assert np.shares_memory(*(tensor.numpy() for tensor in shared)) or shared[0].nbytes <= 1024, name
+
+
+def test_k_and_v_weights_are_found_by_what_the_cache_reads(llama, llama_decode):
+    assert key_value_weights(llama_decode, 5) == {
+        f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(5) for part in "kv"
+    }
+
+
+def test_the_model_is_what_it_was_after_standing_in_for_the_stored_weights(llama, llama_decode):
+    decode = llama_decode.clone()
+    found = quantize_pair(decode, cut_prefill_graph(decode, {1}), llama, INT4)
+    before = {name: weight.clone() for name, weight in llama.state_dict().items()}
+    with pytest.raises(ZeroDivisionError), stored_weights(llama, found):
+        changed = llama.state_dict()
+        assert any(not changed[name].equal(before[name]) for name in before)
+        raise ZeroDivisionError
+    assert all(weight.equal(before[name]) for name, weight in llama.state_dict().items())
+
+
+def test_a_graph_without_matrices_is_refused(llama, llama_decode):
+    decode = llama_decode.clone()
+    for node in (*_nodes(decode, "MatMul"), *_nodes(decode, "Gemm"), *_nodes(decode, "Gather")):
+        node.domain = "elsewhere"
+    with pytest.raises(ModelError, match="expected weight matrices to quantise"):
+        quantize_pair(decode, decode.clone(), llama, INT4)
+
+
+# B07: with blocks of 512 another exporter gave zeros, and others read wrong rows where the last block is not full
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_any_block_size_gives_what_the_stored_weights_give(
+    odd_sized, monkeypatch, llama_folder, tmp_path, precision, block_size
+):
+    bundle = _export(monkeypatch, odd_sized, llama_folder, tmp_path, precision=precision, block_size=block_size)
+    exact = [check for check in bundle.report["verification"]["checks"] if check["name"].endswith("exact kernels")]
+    assert len(exact) == 4
+    for check in exact:
+        assert check["largest_difference"] <= 1e-3 * check["largest_logit"]
+        assert check["largest_logit"] > 1
+    assert bundle.manifest.precision == f"{precision}-block{block_size}-symmetric"
+
+
+def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"--block-size: expected one of 16, 32, 64, 128, 256, found 512"):
+        ExportConfig(model="x", out=tmp_path, precision="int4", block_size=512)
+
+
+@pytest.mark.parametrize("settings", [{"int4_method": "hqq"}, {"int4_method": "gptq"}, {"symmetric": False}])
+def test_other_ways_to_find_scales_are_proven_alike(quick_export, settings):
+    bundle = quick_export(prune_layers="1,3", precision="int4", **settings)
+    assert all(check["passed"] for check in bundle.report["verification"]["checks"])
+    assert bundle.manifest.precision.startswith("int4-block32-")
+
+
+def test_the_damage_of_both_is_reported_apart_and_together(quick_export):
+    int8, int4 = (
+        quick_export(prune_layers="1,3", precision=precision, force=True).report["precision_damage"]
+        for precision in ("int8", "int4")
+    )
+    assert int8["pruning_kl_nats"] == int4["pruning_kl_nats"] > 0
+    assert 0 < int8["quantisation_kl_nats"] < 0.5 * int4["quantisation_kl_nats"]
+    assert int4["both_kl_nats"] > int4["quantisation_kl_nats"] > 0
+
+
+def test_head_and_embedding_read_the_same_bytes(quick_export):
+    bundle = quick_export(prune_layers="1,3", precision="int4")
+    places = {}
+    for graph in ("decode.onnx", "prefill.onnx"):
+        model = onnx.load(bundle.folder / graph, load_external_data=False)
+        for tensor in model.graph.initializer:
+            if tensor.external_data:
+                places[graph, tensor.name] = {entry.key: entry.value for entry in tensor.external_data}
+    head = places["decode.onnx", "lm_head.weight.q"]
+    assert places["decode.onnx", "lm_head.weight.rows"] == places["prefill.onnx", "lm_head.weight.rows"] == head
+
+
+def test_one_wrong_number_in_the_weights_is_found(quick_export, monkeypatch, tmp_path):
+    real = QuantizedMatrix.dequantized
+    monkeypatch.setattr(QuantizedMatrix, "dequantized", lambda self: np.roll(real(self), 1, axis=0))
+    with pytest.raises(GateError, match="exact kernels"):
+        quick_export(prune_layers="1,3", precision="int8")
+    assert list(tmp_path.iterdir()) == []
+    assert TOLERANCE["float32"] == 1e-3
+
+
+def test_a_quantised_bundle_runs(quick_export):
+    bundle = quick_export(prune_layers="1,3", precision="int4")
+    model = pop_runtime.load(bundle.folder, threads=1)
+    tokens = [token.id for token in model.generate([7, 200, 13, 90, 41, 5], max_new_tokens=8, ignore_eos=True)]
+    assert len(tokens) == 8
+
+
+def test_bf16_is_refused_where_it_cannot_be_verified(quick_export, tmp_path):
+    with pytest.raises(BackendError, match="expected bfloat16 kernels in onnxruntime"):
+        quick_export(precision="bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--block-size", "32"], "--block-size: expected --precision int8 or int4 with it, found fp32"),
+        (["--asymmetric"], "--symmetric: expected --precision int8 or int4 with it, found fp32"),
+        (["--precision", "int8", "--int4-method", "hqq"], "--int4-method: expected --precision int4 with it"),
+        (["--precision", "int4", "--int4-method", "hqq", "--symmetric"], "expected --int4-method rtn or gptq with it"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_one_line_and_exit_2(tmp_path, capsys, flags, message):
+    assert main(["--model", "x", "--out", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def _export(monkeypatch, odd_sized, llama_folder, tmp_path, **settings):
+    """Export the odd-sized model without loading or tracing it again."""
+    model, decode = odd_sized
+    loaded = load_checkpoint(str(llama_folder), offline=True)
+    monkeypatch.setattr(pipeline, "load_checkpoint", lambda *_, **__: dataclasses.replace(loaded, model=model))
+    monkeypatch.setattr(pipeline, "build_decode_graph", lambda *_: decode.clone())
+    return pipeline.export(
+        ExportConfig(
+            model=str(llama_folder), out=tmp_path / "bundle", calibration_samples=2, calibration_length=32, threads=1,
+            prune_layers="1", **settings,
+        )
+    )  # fmt: skip
+
+
+def test_json_report_names_the_precision(quick_export):
+    bundle = quick_export(prune_layers="1", precision="int8")
+    report = json.loads((bundle.folder / "report.json").read_text())
+    assert report["precision"] == "int8-block32-symmetric"
