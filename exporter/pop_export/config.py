@@ -49,8 +49,8 @@ class ExportConfig:
     self_samples: int = 48  # and so many samples of text that the model writes itself
     refit_length: int = 512  # tokens per window; damage is measured on windows of this length as well
 
-    sink_tokens: int = 0  # tokens at the start of a sequence that run at full depth
-    boundary_tokens: int = 1  # tokens at the end of each turn that run at full depth
+    sink_tokens: int = 4  # tokens at the start of a sequence that run at full depth
+    boundary_tokens: int = 64  # tokens at the end of each turn that run at full depth
 
     precision: Precision = "fp32"
     block_size: int | None = None  # weights that share a scale; None: DEFAULT_BLOCK_SIZE

@@ -62,6 +62,8 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) ->
             prune_layers=",".join(map(str, TINY_PLAN)),
             calibration_samples=4,
             calibration_length=64,
+            sink_tokens=0,  # the default windows are wider than the tests' prompts
+            boundary_tokens=1,
             threads=1,
         )
     )
