@@ -15,7 +15,6 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0],
     "long_factor": [2.0, 4.0, 6.0, 8.0, 10.0, 12.0],
-    "original_max_position_embeddings": 64,
 }
 
 
@@ -42,7 +41,8 @@ def test_partial_rotary_turns_the_first_channels_of_a_head_only(export_of):
 
 @pytest.mark.slow
 def test_longrope_factors_are_of_the_rotary_width_and_the_bundle_ends_at_the_original_length(export_of):
-    exported = export_of("phi3", rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75})
+    rope = {**LONGROPE, "partial_rotary_factor": 0.75}
+    exported = export_of("phi3", rope_parameters=rope, original_max_position_embeddings=64)
     prove_both(exported)
     assert exported.manifest.max_positions == 64
     plain = tiny_family_model("phi3", partial_rotary_factor=0.75)
