@@ -22,11 +22,10 @@ from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import read_manifest
 from pop_runtime.sequence import Sequence
 
-PLAIN = {"session.disable_prepacking": "1"}
 CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "both packed": ({}, {}),
-    "prefill unpacked": (PLAIN, {}),
-    "both unpacked": (PLAIN, PLAIN),
+    "prefill unpacked": (sessions.UNPACKED, {}),
+    "both unpacked": (sessions.UNPACKED, sessions.UNPACKED),
 }
 ROUNDS = 3
 PREFILL_TOKENS = 512
@@ -42,9 +41,8 @@ def main() -> None:
     if arguments.case:
         print(json.dumps(measure(arguments.bundle, arguments.case, arguments.threads)))
         return
-    print(
-        "| sessions | one MB | pair MB | pair / one | prefill ms | full prefill ms | decode ms |\n" + "|---" * 7 + "|"
-    )
+    print("| sessions | one MB | pair MB | pair / one | prefill ms | full prefill ms | decode ms |")
+    print("|---" * 7 + "|")
     for case in CASES:
         command = [sys.executable, __file__, str(arguments.bundle), "--threads", str(arguments.threads), "--case", case]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -10,8 +10,6 @@ import pytest
 
 import pop_runtime
 from pop_export.checkpoint import load_checkpoint
-from pop_runtime.cli import main as run
-from pop_runtime.errors import PopError
 
 ODD_NAME = "a folder, é 模型"
 
@@ -35,21 +33,13 @@ def test_a_moved_bundle_runs_from_a_folder_of_any_name(tiny_bundle, moved, monke
     assert _tokens(Path("bundle/")) == wanted
 
 
-def test_a_bundle_opens_through_a_link_to_its_folder(tiny_bundle, moved, tmp_path):
-    (tmp_path / "link").symlink_to(moved)
-    assert _tokens(tmp_path / "link") == _tokens(tiny_bundle.folder)
-
-
-def test_a_folder_of_links_as_hub_caches_have_runs_or_says_what_to_do(tiny_bundle, tmp_path, capsys):
+def test_a_folder_of_links_as_hub_caches_have_runs(tiny_bundle, tmp_path):
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     for number, path in enumerate(sorted(tiny_bundle.folder.iterdir())):
         shutil.copy(path, tmp_path / "blobs" / str(number))
         (tmp_path / "snapshot" / path.name).symlink_to(Path("..") / "blobs" / str(number))
-    try:
-        assert _tokens(tmp_path / "snapshot") == _tokens(tiny_bundle.folder)
-    except PopError as error:
-        assert "link" in str(error) and "copy" in str(error)
+    assert _tokens(tmp_path / "snapshot") == _tokens(tiny_bundle.folder)
 
 
 def test_a_read_only_bundle_runs(moved, tiny_bundle):
@@ -59,10 +49,6 @@ def test_a_read_only_bundle_runs(moved, tiny_bundle):
         assert _tokens(moved) == _tokens(tiny_bundle.folder)
     finally:
         moved.chmod(0o755)
-
-
-def test_the_command_line_takes_odd_folder_names(moved, capsys):
-    assert run([str(moved), "--prompt", "hi", "--max-new-tokens", "2"]) == 0
 
 
 def test_a_checkpoint_of_links_under_an_odd_name_is_loaded(llama_folder, tmp_path):

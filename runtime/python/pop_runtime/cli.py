@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at an end token")
     parser.add_argument("--threads", type=int, metavar="N", help="threads (default: the cores this process may use)")
+    parser.add_argument("--low-memory", action="store_true", help="share the weights between prefill and decode")
     parser.add_argument("--stats", action="store_true", help="print speed and the settings in force on stderr")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--no-verify", action="store_true", help="do not compare the files' sha256 with the manifest")
@@ -86,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from pop_runtime.model import load  # here, so that --help and usage errors need no onnxruntime
 
     prompt = _prompt(arguments)
-    model = load(arguments.dir, arguments.threads, verify=not arguments.no_verify)
+    model = load(arguments.dir, arguments.threads, verify=not arguments.no_verify, low_memory=arguments.low_memory)
     generation = model.generate(
         prompt, max_new_tokens=arguments.max_new_tokens, prefill=arguments.prefill, raw=arguments.raw,
         temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,

@@ -46,13 +46,16 @@ class Options:
     ignore_eos: bool = False
 
 
-def load(folder: str | PathLike[str], threads: int | None = None, verify: bool = True) -> Model:
+def load(
+    folder: str | PathLike[str], threads: int | None = None, verify: bool = True, low_memory: bool = False
+) -> Model:
     """Return the bundle in `folder`, ready to generate.
 
     Args:
         folder: what `pop-export --out` made.
         threads: of each session; None takes the cores this process may run on.
         verify: whether to compare the sha256 of every file with the manifest.
+        low_memory: share the weights between prefill and decode where the precision allows it, for slower steps.
 
     Raises:
         UsageError: fewer than one thread.
@@ -63,7 +66,7 @@ def load(folder: str | PathLike[str], threads: int | None = None, verify: bool =
     manifest = read_manifest(path)
     if verify:
         verify_files(path, manifest)
-    return Model(path, manifest, open_pair(path, manifest, threads))
+    return Model(path, manifest, open_pair(path, manifest, threads, low_memory))
 
 
 class Model:

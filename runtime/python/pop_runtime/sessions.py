@@ -20,10 +20,13 @@ PROVIDERS = ("CPUExecutionProvider",)
 # - Prefill threads do not spin, so that they cannot take cores from the decode steps that follow. It costs prefill
 #   little: 625 ms spinning, 641 ms not (SmolLM2, 511 tokens, 10 of 30 layers skipped, 2 cores).
 # - Decode threads spin: a step is short and waking a thread is not. 26 ms a token spinning, 32 ms not.
-# - `"session.disable_prepacking": "1"` keeps the weights in the mapped file instead of one packed copy per session:
-#   both hold 178 MB after loading instead of 862 MB (the file's pages come on top), for runs 3-8 % slower.
+# - `low_memory` adds UNPACKED: weights stay in the mapped file, which both sessions share, instead of one repacked copy
+#   per session. The pair in MB, and CPU time (SmolLM2, docs/experiments.md): fp32 934 -> 548, prefill 1 % and a decode
+#   step 10-20 % slower; int4 216 -> 205, prefill 13 % slower. The decode graph of a quantised bundle stays packed:
+#   its fast kernels exist for packed weights alone, a step would take 40 times as long.
 PREFILL_ENTRIES = {"session.intra_op.allow_spinning": "0"}
 DECODE_ENTRIES = {"session.intra_op.allow_spinning": "1"}
+UNPACKED = {"session.disable_prepacking": "1"}
 ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"}
 
 
@@ -43,8 +46,10 @@ def visible_cores() -> int:
     return os.cpu_count() or 1
 
 
-def open_pair(folder: Path, manifest: Manifest, threads: int | None) -> SessionPair:
+def open_pair(folder: Path, manifest: Manifest, threads: int | None, low_memory: bool = False) -> SessionPair:
     """Return both sessions, each with `threads` threads (None: the visible cores).
+
+    With `low_memory` they share the weights as they lie in the file, where that does not ruin their speed.
 
     Raises:
         UsageError: fewer than one thread.
@@ -55,7 +60,11 @@ def open_pair(folder: Path, manifest: Manifest, threads: int | None) -> SessionP
         raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
     count = threads or visible_cores()
     sessions = []
-    graphs = ((manifest.prefill_graph, PREFILL_ENTRIES, False), (manifest.decode_graph, DECODE_ENTRIES, True))
+    prefill, decode = PREFILL_ENTRIES, DECODE_ENTRIES
+    if low_memory:
+        prefill = {**prefill, **UNPACKED}
+        decode = decode if manifest.precision.startswith("int") else {**decode, **UNPACKED}
+    graphs = ((manifest.prefill_graph, prefill, False), (manifest.decode_graph, decode, True))
     for name, entries, has_logits in graphs:
         session = open_session(folder / name, count, entries)
         check_graph(session, manifest, str(folder / name), has_logits)
