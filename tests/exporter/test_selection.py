@@ -61,7 +61,7 @@ def test_the_curve_begins_without_damage_and_gets_faster(lab):
 def test_search_begins_with_the_layer_that_costs_nothing_and_beats_bad_gates(lab):
     misleading = (0.0, 1.0, 2.0, 3.0, 4.0)
     by_gates = choose_plan(config(prune_ratio=0.4, select="gates"), lab, misleading)
-    searched = choose_plan(config(prune_ratio=0.4), lab, misleading)
+    searched = choose_plan(config(prune_ratio=0.4, select="search"), lab, misleading)
     assert searched.chosen_by == "search"
     assert lab.try_plan(searched.skipped_layers).kl_mean_nats <= lab.try_plan(by_gates.skipped_layers).kl_mean_nats
 
