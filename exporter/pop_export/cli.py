@@ -20,7 +20,7 @@ examples:
   pop-export --model ./my-llama --out out/llama --prune-ratio 0.25
   pop-export --model model.gguf --out out/m --prune-layers 20-29
   pop-export --model ./m --out out/m --calibration-data notes.txt chats.jsonl
-  pop-export --model ./m --out out/m --target-speedup 1.7 --select search      the least damaging plan that is so fast
+  pop-export --model ./m --out out/m --target-speedup 1.7 --search-breadth 4   the least damaging plan that is so fast
   pop-export --model ./m --out out/m --no-refit --sink-tokens 0 --boundary-tokens 1         the method as published
   pop-export --model ./m --out out/m2 --calibration out/m/calibration.json --prune-layers none
 
@@ -77,8 +77,9 @@ def parser() -> argparse.ArgumentParser:
     add("--target-speedup", type=float, metavar="R",
         help="as few layers as make the prefill of 1024 tokens R times as fast, by a count of operations")  # fmt: skip
     add("--select", choices=("gates", "search"),
-        help="what orders the layers: gate importance (the paper), or damage measured step by step, which takes "
-        "minutes more (default %(default)s)")  # fmt: skip
+        help="what orders the layers: gate importance (the paper), or damage measured step by step among the deepest "
+        "and those that gates find least important (default: search)")  # fmt: skip
+    add("--search-breadth", type=int, metavar="N", help="layers that search tries per step (default %(default)s)")
     add("--no-curve", dest="curve", action="store_false",
         help="do not measure the damage of other ratios for the report")  # fmt: skip
 

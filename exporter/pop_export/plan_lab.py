@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
 from pop_runtime.manifest import KvLayer
 
 TRIAL_SHARE = 4  # plans are compared after fitting them on every fourth window
+TRIAL_WINDOWS = 2  # of each source, to measure them on
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,22 @@ class PlanLab:
         self.projections = find_kv_projections(self.model)
         self.costs: tuple[LayerCost, ...] = layer_costs(self.model, self.projections, self.kv_layers)
         self._modules = modules_by_layer(self.projections)
-        self.meter = DamageMeter(self.stack, self.held_out, self.settings.protocol)
-        self._judging = FullPass(self.stack, self.judging, self._modules, keep=True)
+        few = {source: windows[:TRIAL_WINDOWS] for source, windows in self.held_out.items()}
+        self._trial_meter = DamageMeter(self.stack, few, self.settings.protocol)
+        self._trial_judging = FullPass(self.stack, self.judging[::2], self._modules, keep=True)
         self._trial = FullPass(self.stack, self.fitting[::TRIAL_SHARE], self._modules, keep=True)
 
     def fit(self, skipped: Collection[int]) -> PrefillFit:
         """Return the plan fitted on all of the fitting text."""
-        return self._fit(FullPass(self.stack, self.fitting, self._modules), skipped)
+        text, judging = (FullPass(self.stack, windows, self._modules) for windows in (self.fitting, self.judging))
+        return self._fit(text, judging, skipped)
 
     def try_plan(self, skipped: Collection[int]) -> Point:
-        """Return the plan's damage, fitted on a part of the text only, and its predicted speedup."""
+        """Return the plan's damage, fitted and measured on a part of the text only, and its predicted speedup."""
         key = frozenset(skipped)
         if key not in self._points:
-            fitted = self._fit(self._trial, skipped)
-            self._points[key] = self.point(fitted, self.meter.kl(fitted.plan))
+            fitted = self._fit(self._trial, self._trial_judging, skipped)
+            self._points[key] = self.point(fitted, self._trial_meter.kl(fitted.plan))
         return self._points[key]
 
     def point(self, fitted: PrefillFit, kl_mean_nats: float) -> Point:
@@ -90,13 +94,18 @@ class PlanLab:
         """Return the damage of a fitted plan by source of text, and over "all"."""
         return self.meter.measure(fitted.plan)
 
-    def _fit(self, text: FullPass, skipped: Collection[int]) -> PrefillFit:
+    @cached_property
+    def meter(self) -> DamageMeter:
+        """Return the meter on all text kept aside; trials have a smaller one."""
+        return DamageMeter(self.stack, self.held_out, self.settings.protocol)
+
+    def _fit(self, text: FullPass, judging: FullPass, skipped: Collection[int]) -> PrefillFit:
         settings = self.settings
         return fit_prefill(
             self.stack,
             self.projections,
             text,
-            self._judging,
+            judging,
             skipped,
             refit=settings.refit,
             surrogate=settings.surrogate,

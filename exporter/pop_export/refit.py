@@ -122,11 +122,11 @@ def fit_prefill(
                 walk.features = [
                     _reaching(stack, c, layer, h, modules) for c, h in zip(walk.full.calls, walk.pruned, strict=True)
                 ]
-        if layer not in skipped or not of_layer:
+        if layer not in skipped:
             continue
         if refit:
             records += _refit_layer(stack, of_layer, walks, states, sink_tokens, weights)
-        if surrogate and layer < last_kept:
+        if surrogate and of_layer and layer < last_kept:
             found = _fit_surrogate(of_layer[0].module, layer, walks, states, sink_tokens)
             records.append(found[0])
             if found[0].kept:

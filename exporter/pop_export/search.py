@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Sequence
 
-MAX_CANDIDATE_SHARE = 0.7  # layers of higher importance by their gates are never tried
+BREADTH = 2  # layers tried per step: the deepest one that is left, and the one that gates find least important
 
 
 def search_order(
     kl_of: Callable[[Collection[int]], float],
     importance: Sequence[float],
     num_wanted: int,
+    breadth: int = BREADTH,
     advance: Callable[[int], None] = lambda _count: None,
 ) -> tuple[int, ...]:
-    """Return layers in the order in which to skip them, each the least damaging beside those before it.
+    """Return all layers in the order in which to skip them; the first `num_wanted` by measured damage.
 
-    Lazy greedy: a candidate's damage is measured again only while what it did when last measured is still the least.
-    Damage mostly grows with the set, so few measurements are needed for a step, but this is no proof of the best set.
+    Each step tries a few layers beside those already chosen and takes the least damaging. The deepest layer that is
+    left is always tried, because what it leaves undone only decode's cache could miss, and refit restores that; the
+    others are those of the lowest importance by gates. Layers beyond `num_wanted` follow deepest first, unmeasured.
 
     Args:
         kl_of: damage of a set of skipped layers, >= 0.
-        importance: [L], prefill importance by gates: which layers are worth trying, and in what order.
-        num_wanted: how many layers to order, below L.
+        importance: [L], prefill importance by gates.
+        num_wanted: how many layers to order by damage, below L.
+        breadth: layers tried per step, at least 1.
         advance: called with 1 after each layer chosen.
     """
-    num_layers = len(importance)
-    by_gates = sorted(range(num_layers), key=lambda layer: (importance[layer], -layer))
-    num_candidates = min(num_layers, max(num_wanted, round(MAX_CANDIDATE_SHARE * num_layers)))
+    deepest_first = range(len(importance) - 1, -1, -1)
+    by_gates = sorted(deepest_first, key=lambda layer: importance[layer])
     chosen: list[int] = []
-    # (damage of chosen + this layer when last measured, gate rank, layer, how many were chosen then)
-    queue = [(kl_of([layer]), rank, layer, 0) for rank, layer in enumerate(by_gates[:num_candidates])]
-    heapq.heapify(queue)
-    base = 0.0
-    while queue and len(chosen) < num_wanted:
-        damage, rank, layer, measured_at = heapq.heappop(queue)
-        if measured_at == len(chosen):
-            chosen.append(layer)
-            # What the others add is guessed to be what they added before; it is measured if it is the least.
-            queue = [(other - base + damage, r, at, when) for other, r, at, when in queue]
-            heapq.heapify(queue)
-            base = damage
-            advance(1)
+    for _ in range(num_wanted):
+        deepest = next(layer for layer in deepest_first if layer not in chosen)
+        others = [layer for layer in by_gates if layer not in (*chosen, deepest)]
+        candidates = [deepest, *others[: breadth - 1]]
+        if len(candidates) == 1:
+            chosen.append(deepest)
         else:
-            heapq.heappush(queue, (kl_of([*chosen, layer]), rank, layer, len(chosen)))
-    return tuple(chosen)
+            chosen.append(min(candidates, key=lambda layer: kl_of([*chosen, layer])))
+        advance(1)
+    return (*chosen, *(layer for layer in deepest_first if layer not in chosen))

@@ -42,9 +42,17 @@ def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float])
     listed = None if config.prune_layers is None else parse_layers(config.prune_layers, num_layers)
     most = num_skipped_at(max(MAX_RATIO, config.ratio), num_layers)
     order = layer_order(importance)
-    if config.select == "search" and listed is None:
-        with progress("searching", most) as advance:
-            order = search_order(lambda layers: lab.try_plan(layers).kl_mean_nats, importance, most, advance)
+    if config.searches:
+        budget = config.max_kl is not None or config.target_speedup is not None
+        num_wanted = most if budget else num_skipped_at(config.ratio, num_layers)
+        with progress("searching", num_wanted) as advance:
+            order = search_order(
+                lambda layers: lab.try_plan(layers).kl_mean_nats,
+                importance,
+                num_wanted,
+                breadth=config.search_breadth,
+                advance=advance,
+            )
     curve = _curve(lab, order, num_layers) if config.curve else ()
     if listed is not None:
         return Choice(listed, "user", order, curve)
@@ -58,7 +66,7 @@ def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float])
         num_skipped = fewest_reaching(point, most, config.target_speedup)
     else:
         num_skipped = num_skipped_at(config.ratio, num_layers)
-    return Choice(tuple(sorted(order[:num_skipped])), config.select, order, curve)
+    return Choice(tuple(sorted(order[:num_skipped])), "search" if config.searches else "gates", order, curve)
 
 
 def most_within(point: Callable[[int], Point], most: int, max_kl: float) -> int:

@@ -83,6 +83,15 @@ def test_layers_run_one_at_a_time_make_the_models_own_logits(family):
         assert torch.equal(stack.logits(hidden), model(ids).logits)
 
 
+def test_a_layer_without_linear_projections_is_skipped_as_it_is_and_named_by_its_absence():
+    model = tiny_model()
+    for name in ("k_proj", "v_proj"):
+        setattr(model.model.layers[3].self_attn, name, SumOfTwo())
+    found = fitted(model)
+    assert {record.layer for record in found.records} == {1, 4} and found.plan.skipped_layers == {1, 3, 4}
+    assert found.refitted_layers == (4,)
+
+
 def capture(model, name, ids):
     """Return input and output of a module in a plain forward, both flat over positions."""
     seen = []

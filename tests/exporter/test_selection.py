@@ -36,7 +36,7 @@ def lab():
 
 
 def test_a_ratio_takes_the_least_important_layers(lab):
-    choice = choose_plan(config(prune_ratio=0.4), lab, IMPORTANCE)
+    choice = choose_plan(config(prune_ratio=0.4, select="gates"), lab, IMPORTANCE)
     assert (choice.skipped_layers, choice.chosen_by, choice.order) == ((3, 4), "gates", (4, 3, 2, 1, 0))
 
 
@@ -60,8 +60,8 @@ def test_the_curve_begins_without_damage_and_gets_faster(lab):
 
 def test_search_begins_with_the_layer_that_costs_nothing_and_beats_bad_gates(lab):
     misleading = (0.0, 1.0, 2.0, 3.0, 4.0)
-    by_gates = choose_plan(config(prune_ratio=0.4), lab, misleading)
-    searched = choose_plan(config(prune_ratio=0.4, select="search"), lab, misleading)
+    by_gates = choose_plan(config(prune_ratio=0.4, select="gates"), lab, misleading)
+    searched = choose_plan(config(prune_ratio=0.4), lab, misleading)
     assert searched.chosen_by == "search"
     assert lab.try_plan(searched.skipped_layers).kl_mean_nats <= lab.try_plan(by_gates.skipped_layers).kl_mean_nats
 
@@ -74,8 +74,8 @@ def test_search_takes_the_least_damaging_layer_at_every_step():
         asked.append(tuple(layers))
         return sum(damage_of[layer] for layer in layers)
 
-    assert search_order(kl, [0.0] * 5, 3) == (3, 1, 4)
-    assert len(asked) == 4 + 2  # one look at each candidate, then one measurement a step: lazy greedy pays off
+    assert search_order(kl, [0.0, 1.0, 2.0, 3.0, 4.0], 3, breadth=5) == (3, 1, 4, 2, 0)
+    assert len(asked) == 5 + 4 + 3
 
 
 def test_search_notices_layers_that_hurt_together():
@@ -85,18 +85,22 @@ def test_search_notices_layers_that_hurt_together():
     def kl(layers):
         return sum(single[layer] for layer in layers) + (5.0 if {0, 1} <= set(layers) else 0.0)
 
-    assert search_order(kl, [0, 0, 0, 0, 9], 2) == (0, 2)
+    assert search_order(kl, [0, 0, 0, 0, 9], 2, breadth=5)[:2] == (0, 2)
 
 
-def test_layers_of_high_importance_are_not_tried():
-    asked = set()
+def test_each_step_tries_the_deepest_layer_left_and_the_least_important_by_gates():
+    asked = []
 
     def kl(layers):
-        asked.update(layers)
-        return float(len(layers))
+        asked.append(tuple(layers))
+        return -float(layers[-1])  # the deeper the better
 
-    search_order(kl, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0, 9.0], 3)
-    assert asked == set(range(7))
+    assert search_order(kl, [0.0, 5.0, 1.0, 2.0, 9.0], 2) == (4, 3, 2, 1, 0)
+    assert asked == [(4,), (0,), (4, 3), (4, 0)]
+
+
+def test_a_search_of_breadth_one_measures_nothing_and_takes_the_tail():
+    assert search_order(lambda _layers: 1 / 0, [0.0] * 4, 2, breadth=1) == (3, 2, 1, 0)
 
 
 POINTS = [Point((), (), 0.0, 1.0)] + [Point(tuple(range(n)), (), 0.01 * n * n, 1 + 0.2 * n) for n in range(1, 6)]
@@ -144,6 +148,7 @@ def test_budgets_go_through_the_choice(lab):
         (dict(prune_ratio=1.0), "--prune-ratio: expected 0 <= ratio < 1"),
         (dict(select="search", prune_layers="1"), "--select search and --prune-layers"),
         (dict(refit=False, surrogate="auto"), "--surrogate auto and --no-refit"),
+        (dict(search_breadth=0), "--search-breadth: expected at least 1"),
         (dict(refit_length=8), "--refit-length: expected at least 16"),
         (dict(refit_samples=0), "--refit-samples: expected at least 1"),
     ],
