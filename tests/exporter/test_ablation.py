@@ -13,8 +13,11 @@ from benchmarks.ablation import (
     compared,
     continuation_logits,
     markdown,
+    measure_others,
+    measure_plans,
 )
 from pop_export.evaluation.scores import kl_divergence, log_softmax
+from pop_export.layer_stack import LayerStack
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime.manifest import Windows
 from pop_runtime.schedule import plan_turn
@@ -89,8 +92,32 @@ def test_without_kv_what_skipped_layers_wrote_for_the_prompt_does_not_matter(mod
 
 
 def test_the_table_has_a_column_per_ratio():
-    rows = [{"ratio": ratio, "variant": "a", "kl_mean_nats": 0.1234, "top1_agreement": 0.9} for ratio in (1 / 6, 1 / 2)]
-    assert markdown(rows) == "| variant | 17% | 50% |\n|---|---|---|\n| a | 0.123 (90.0%) | 0.123 (90.0%) |"
+    name = VARIANTS[0].name
+    rows = [
+        {"ratio": ratio, "variant": name, "kl_mean_nats": 0.1234, "top1_agreement": 0.9} for ratio in (1 / 6, 1 / 2)
+    ]
+    assert markdown(rows) == f"| variant | 17% | 50% |\n|---|---|---|\n| {name} | 0.123 (90.0%) | 0.123 (90.0%) |"
+
+
+def test_the_fast_measurement_and_the_forward_pass_agree(model):
+    ids = torch.randint(0, 250, (50,), generator=torch.Generator().manual_seed(1))
+    found = measure_plans(LayerStack(model), {"a": ids.numpy()[None]}, 40, {(0.4, False): PLAN})
+    rows = {row["variant"]: row for row in found}
+    full = continuation_logits(model, ids, 40, PrefillPlan(frozenset()), VARIANTS[0])
+    for variant in VARIANTS:
+        if variant.is_plan and not variant.refit:
+            divergence, agreement = compared(full, continuation_logits(model, ids, 40, PLAN, variant))
+            assert rows[variant.name]["kl_mean_nats"] == pytest.approx(divergence, rel=1e-3, abs=1e-6)
+            assert rows[variant.name]["top1_agreement"] == agreement
+
+
+def test_every_other_variant_has_a_row_per_ratio(ids):
+    texts, plans = {"a": ids.numpy()[None]}, {(0.2, False): PrefillPlan(frozenset({4})), (0.4, False): PLAN}
+    rows = measure_others(tiny_model(), texts, CONTEXT, plans)
+    assert {(row["ratio"], row["variant"]) for row in rows} == {
+        (ratio, variant.name) for ratio in (0.2, 0.4) for variant in VARIANTS if not variant.is_plan
+    }
+    assert all(row["kl_mean_nats"] > 0 and set(row["kl_by_file"]) == {"a"} for row in rows)
 
 
 def test_the_comparison_is_that_of_pop_eval(ids):
