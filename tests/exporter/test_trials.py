@@ -1,4 +1,4 @@
-"""Trials that take minutes: storage (B16), interruption (B17), memory (B18), padded vocabulary (B15), 3 GB of weights."""
+"""Trials that take minutes: storage (B16), interruption (B17), memory (B18), padded vocabulary (B15), 3 GB weights."""
 
 from __future__ import annotations
 
