@@ -68,13 +68,13 @@ def scattered_difference(folder: Path, manifest: Manifest, model: str) -> float:
     """Return the largest logit difference of a pair that skips layers all over the model, against its twin."""
     checkpoint = load_checkpoint(model)
     skipped = parse_layers(SCATTERED, 30)
-    name = "scattered.onnx"
+    name, plan = "scattered.onnx", PrefillPlan(frozenset(skipped))
     ids = checkpoint.tokenizer("The sky is blue because " * 60)["input_ids"]
     ids = ids[: prompt_length(checkpoint.model) + NUM_STEPS]
-    ir.save(cut_prefill_graph(ir.load(folder / manifest.decode_graph), skipped), folder / name)
+    ir.save(cut_prefill_graph(ir.load(folder / manifest.decode_graph), plan), folder / name)
     try:
         changed = dataclasses.replace(manifest, prefill_graph=name)
-        found = verify(folder, changed, checkpoint.model, PrefillPlan(frozenset(skipped)), ids, None)
+        found = verify(folder, changed, checkpoint.model, plan, ids, None)
     finally:
         (folder / name).unlink()
     return max(check.largest_difference for check in found.checks)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pop_export.config import ExportConfig, Int4Method, Precision
+from pop_export.config import DEFAULT_RATIO, ExportConfig, Int4Method, Precision
 from pop_runtime.errors import PopError
 
 EXAMPLES = """\
@@ -20,6 +20,8 @@ examples:
   pop-export --model ./my-llama --out out/llama --prune-ratio 0.25
   pop-export --model model.gguf --out out/m --prune-layers 20-29
   pop-export --model ./m --out out/m --calibration-data notes.txt chats.jsonl
+  pop-export --model ./m --out out/m --target-speedup 1.7 --search-breadth 4   the least damaging plan that is so fast
+  pop-export --model ./m --out out/m --no-refit --sink-tokens 0 --boundary-tokens 1         the method as published
   pop-export --model ./m --out out/m2 --calibration out/m/calibration.json --prune-layers none
 
 exit codes: 0 done, 2 usage, 3 model or bundle, 4 backend or device, 5 a parity or quality gate failed
@@ -62,11 +64,38 @@ def parser() -> argparse.ArgumentParser:
         help="targets sampled from the model (the paper) or the true next tokens (default %(default)s)")  # fmt: skip
     add("--seed", type=int, help="of everything drawn at random (default %(default)s)")
 
-    plan = parser.add_argument_group("which layers the prompt skips")
+    plan = parser.add_argument_group(
+        "which layers the prompt skips",
+        f"at most one of the first four; without any, a third of the layers ({DEFAULT_RATIO:.2f})",
+    )
     add = plan.add_argument
-    add("--prune-ratio", type=float, metavar="R",
-        help="share of the layers, the least important first (default 1/3)")  # fmt: skip
-    add("--prune-layers", metavar="LIST", help='these layers instead: "20-29", "5,12-14" or "none"')
+    add("--prune-ratio", type=float, metavar="R", help="this share of the layers, the least important first")
+    add("--prune-layers", metavar="LIST", help='these layers: "20-29", "5,12-14" or "none"')
+    add("--max-kl", type=float, metavar="X",
+        help="as many layers as do no more damage than X: mean KL divergence to the full model in nats per token, "
+        "measured on text kept aside (0.01 is hardly to be noticed, 0.1 is)")  # fmt: skip
+    add("--target-speedup", type=float, metavar="R",
+        help="as few layers as make the prefill of 1024 tokens R times as fast, by a count of operations")  # fmt: skip
+    add("--select", choices=("gates", "search"),
+        help="what orders the layers: gate importance (the paper), or damage measured step by step among the deepest "
+        "and those that gates find least important, which takes minutes more (default %(default)s)")  # fmt: skip
+    add("--search-breadth", type=int, metavar="N", help="layers that search tries per step (default %(default)s)")
+    add("--no-curve", dest="curve", action="store_false",
+        help="do not measure the damage of other ratios for the report")  # fmt: skip
+
+    closer = parser.add_argument_group("how close the pruned prefill stays to the full model")
+    add = closer.add_argument
+    add("--refit", action=argparse.BooleanOptionalAction,
+        help="fit the K and V projections of skipped layers, in the prefill graph only, to what the full model writes; "
+        "--no-refit gives the published method (default: refit)")  # fmt: skip
+    add("--surrogate", choices=("auto", "off"),
+        help="give skipped layers that lie before kept ones a linear map, where text kept aside gains by it "
+        "(default: auto, off with --no-refit)")  # fmt: skip
+    add("--refit-samples", type=int, metavar="N", help="windows of text to fit on (default %(default)s)")
+    add("--self-samples", type=int, metavar="N",
+        help="samples of text to fit on that the model writes itself, 0 for none (default %(default)s)")  # fmt: skip
+    add("--refit-length", type=int, metavar="N",
+        help="tokens per window, to fit on and to measure damage with (default %(default)s)")  # fmt: skip
     add("--sink-tokens", type=int, metavar="N",
         help="first tokens of a sequence that run at full depth (default %(default)s)")  # fmt: skip
     add("--boundary-tokens", type=int, metavar="N",
@@ -118,12 +147,17 @@ def summary(folder: Path, report: dict[str, Any]) -> str:
     """Return what a person wants to know of a finished export."""
     plan, speed, checks = report["plan"], report["speed"], report["verification"]["checks"]
     worst = max(check["largest_difference"] for check in checks)
+    chosen = report["quality"]["chosen"]
     return "\n".join(
         (
             f"{folder}: {len(plan['skipped_layers'])} of {plan['num_layers']} layers skipped in prefill: "
-            f"{', '.join(map(str, plan['skipped_layers'])) or 'none'}",
+            f"{', '.join(map(str, plan['skipped_layers'])) or 'none'}; refitted: {len(plan['refitted_layers'])}, "
+            f"with a surrogate: {len(plan['surrogate_layers'])}",
+            f"damage on text kept aside: KL {chosen['kl_mean_nats']:.3f} nats per token, "
+            f"same first choice at {chosen['top1_agreement']:.1%} of {chosen['num_positions']} positions",
             f"prefill of {speed['num_prompt_tokens']} tokens: {speed['full_prefill_ms']:.0f} ms full, "
-            f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x",
+            f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x; as a turn with its windows "
+            f"{speed['turn_speedup']:.2f} x, predicted {chosen['predicted_speedup']:.2f} x",
             f"verified: logits within {worst:.1g} of PyTorch in {len(checks)} comparisons",
             f'try it: pop-run {folder} --prompt "Explain in two sentences why the sky is blue."',
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from pop_runtime.errors import UsageError
 
+DEFAULT_RATIO = 1 / 3  # the paper's choice
+MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 Int4Method = Literal["rtn", "k_quant", "hqq", "gptq"]
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # all that ONNX Runtime's quantisers and kernels take (1.32)
@@ -32,10 +35,24 @@ class ExportConfig:
     fisher: Literal["sampled", "empirical"] = "sampled"
     seed: int = 0
 
-    prune_ratio: float = 1 / 3  # share of layers that the prefill graph leaves out
-    prune_layers: str | None = None  # "20-29", "5,12-14" or "none": overrides prune_ratio
-    sink_tokens: int = 0  # tokens at the start of a sequence that run at full depth
-    boundary_tokens: int = 1  # tokens at the end of each turn that run at full depth
+    # Which layers the prefill graph leaves out: at most one of these four, else DEFAULT_RATIO of them.
+    prune_ratio: float | None = None  # share of the layers
+    prune_layers: str | None = None  # "20-29", "5,12-14" or "none"
+    max_kl: float | None = None  # as many as do no more damage than this, in nats per token on text kept aside
+    target_speedup: float | None = None  # as few as are predicted to make prefill this many times as fast
+    select: Literal["gates", "search"] = "gates"  # what orders the layers: gate importance, or measured damage
+    search_breadth: int = 2  # layers that search tries per step
+    curve: bool = True  # measure the damage of other ratios for the report
+
+    refit: bool = True  # fit K and V projections of skipped layers to what the full model writes
+    surrogate: Literal["auto", "off"] | None = None  # linear maps in place of skipped layers; None: "auto" with refit
+    refit_samples: int = 24  # windows of the corpus to fit on
+    self_samples: int = 48  # and so many samples of text that the model writes itself
+    refit_length: int = 512  # tokens per window; damage is measured on windows of this length as well
+
+    # Measured in docs/experiments.md; the paper has 0 and 1.
+    sink_tokens: int = 4  # tokens at the start of a sequence that run at full depth
+    boundary_tokens: int = 64  # tokens at the end of each turn that run at full depth
 
     precision: Precision = "fp32"
     block_size: int | None = None  # weights that share a scale; None: DEFAULT_BLOCK_SIZE
@@ -46,13 +63,21 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no model could make sense of."""
-        for name in ("calibration_samples", "calibration_length", "calibration_batch"):
+        for name in (
+            "calibration_samples",
+            "calibration_length",
+            "calibration_batch",
+            "refit_samples",
+            "search_breadth",
+        ):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, found {getattr(self, name)}")
         if self.calibration_length < 4:
             raise UsageError(f"--calibration-length: expected at least 4 tokens, found {self.calibration_length}")
-        if not 0 <= self.prune_ratio < 1:
-            raise UsageError(f"--prune-ratio: expected 0 <= ratio < 1, found {self.prune_ratio}")
+        if self.self_samples < 0:
+            raise UsageError(f"--self-samples: expected at least 0, found {self.self_samples}")
+        self._check_plan()
+        self._check_precision()
         if self.sink_tokens < 0:
             raise UsageError(f"--sink-tokens: expected at least 0, found {self.sink_tokens}")
         if self.boundary_tokens < 1:
@@ -64,7 +89,45 @@ class ExportConfig:
             raise UsageError(f"--seed: expected at least 0, found {self.seed}")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads: expected at least 1, found {self.threads}")
-        self._check_precision()
+
+    def _check_plan(self) -> None:
+        """Refuse plans that contradict themselves."""
+        ways = {
+            "--prune-ratio": self.prune_ratio,
+            "--prune-layers": self.prune_layers,
+            "--max-kl": self.max_kl,
+            "--target-speedup": self.target_speedup,
+        }
+        given = [flag for flag, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)}: expected one way to choose the layers; drop the others")
+        if self.prune_ratio is not None and not 0 <= self.prune_ratio < 1:
+            raise UsageError(f"--prune-ratio: expected 0 <= ratio < 1, found {self.prune_ratio}")
+        if self.max_kl is not None and not (math.isfinite(self.max_kl) and self.max_kl > 0):
+            raise UsageError(f"--max-kl: expected a number above 0, in nats per token, found {self.max_kl}")
+        if self.target_speedup is not None and not (math.isfinite(self.target_speedup) and self.target_speedup > 1):
+            raise UsageError(f"--target-speedup: expected a number above 1, found {self.target_speedup}")
+        if self.select == "search" and self.prune_layers is not None:
+            raise UsageError("--select search and --prune-layers: the list leaves nothing to search; drop one of them")
+        if self.surrogate == "auto" and not self.refit:
+            raise UsageError("--surrogate auto and --no-refit: surrogates are fitted with the refit; drop one of them")
+        if self.refit_length < MIN_REFIT_LENGTH:
+            raise UsageError(f"--refit-length: expected at least {MIN_REFIT_LENGTH} tokens, found {self.refit_length}")
+
+    @property
+    def ratio(self) -> float:
+        """Return the share of layers to skip where a ratio decides."""
+        return DEFAULT_RATIO if self.prune_ratio is None else self.prune_ratio
+
+    @property
+    def searches(self) -> bool:
+        """Return whether measured damage orders the layers."""
+        return self.prune_layers is None and self.select == "search"
+
+    @property
+    def uses_surrogates(self) -> bool:
+        """Return whether skipped layers may get linear surrogates."""
+        return self.refit and self.surrogate != "off"
 
     def _check_precision(self) -> None:
         """Refuse settings of quantisation that do not go with the precision or with each other."""

@@ -33,9 +33,17 @@ def choose_layers(
     if not 0 <= prune_ratio < 1:
         raise UsageError(f"--prune-ratio: expected 0 <= ratio < 1, found {prune_ratio}")
     assert importance_prefill is not None and len(importance_prefill) == num_layers
-    num_skipped = min(math.floor(prune_ratio * num_layers + 0.5), num_layers - 1)
-    cheapest_first = sorted(range(num_layers), key=lambda layer: (importance_prefill[layer], -layer))
-    return tuple(sorted(cheapest_first[:num_skipped]))
+    return tuple(sorted(layer_order(importance_prefill)[: num_skipped_at(prune_ratio, num_layers)]))
+
+
+def layer_order(importance_prefill: Sequence[float]) -> tuple[int, ...]:
+    """Return all layers, those of the lowest prefill importance first; of equals the deeper one."""
+    return tuple(sorted(range(len(importance_prefill)), key=lambda layer: (importance_prefill[layer], -layer)))
+
+
+def num_skipped_at(prune_ratio: float, num_layers: int) -> int:
+    """Return how many layers a ratio comes to: the nearest whole number, halves up, and at least one layer is kept."""
+    return min(math.floor(prune_ratio * num_layers + 0.5), num_layers - 1)
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +19,7 @@ import torch
 from pop_export.bundle import Bundle, check_target, save_graphs, staged_folder
 from pop_export.calibration.calibrate import calibrate
 from pop_export.calibration.corpus import Samples, calibration_samples
+from pop_export.calibration.fitting_text import FittingText, fitting_text
 from pop_export.calibration.record import Calibration, read_calibration, write_calibration
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
 from pop_export.config import ExportConfig
@@ -26,11 +28,16 @@ from pop_export.genai_config import genai_config
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.half_precision import require_finite
-from pop_export.layer_plan import choose_layers
+from pop_export.plan_lab import PlanLab, TrialSettings
 from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
 from pop_export.precision_damage import OriginalScores, original_scores, precision_damage
+from pop_export.quality import fit_summary, measuring_text, quality_summary
 from pop_export.reference import PrefillPlan
+from pop_export.refit import PrefillFit
 from pop_export.report import build_report, write_json
+from pop_export.report_html import write_html
+from pop_export.samples import sample_answers
+from pop_export.selection import Choice, choose_plan
 from pop_export.speed import measure_speed
 from pop_export.verify import (
     NUM_STEPS,
@@ -43,6 +50,8 @@ from pop_export.verify import (
     verify_quantized,
 )
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
+from pop_runtime.model import Model
+from pop_runtime.sessions import open_pair
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
@@ -87,39 +96,61 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("calibrate", "calibrating"):
         samples = _samples(config, checkpoint)
         calibration = _calibration(config, checkpoint, samples)
-    skipped = choose_layers(
-        calibration.prefill.importance,
-        prune_ratio=config.prune_ratio,
-        prune_layers=config.prune_layers,
-        num_layers=num_layers_of(checkpoint.model),
-    )
-    plan, text = PrefillPlan(frozenset(skipped)), _verification_text(checkpoint, samples)
-    original = _original_scores(config, checkpoint, plan, samples)
+    with watch.stage("fitting_text", "gathering text to fit on"):
+        text = fitting_text(config, checkpoint)
+    with watch.stage("select", "choosing layers"):
+        lab = _lab(config, checkpoint, kv_layers, text)
+        choice = choose_plan(config, lab, calibration.prefill.importance)
+    with watch.stage("refit", "fitting the prefill to the full model"):
+        fitted = lab.fit(choice.skipped_layers)
+    with watch.stage("quality", "measuring damage"):
+        measured = _measured(lab, choice, fitted, text.description, watch.seconds["refit"])
+        original = _original_scores(config, checkpoint, fitted.plan, samples)
+    prompt = _verification_text(checkpoint, samples)
     with watch.stage("build", "building the graphs"):
         with traced_weights(config, checkpoint.model):
             if config.precision in HALF:
-                require_finite(checkpoint.model, text)
+                require_finite(checkpoint.model, prompt)
             decode = build_decode_graph(checkpoint.model, kv_layers)
-            prefill = cut_prefill_graph(decode, skipped)
+            prefill = cut_prefill_graph(decode, fitted.plan)
         stored = store_precision(config, checkpoint.model, decode, prefill, samples.ids)
     with staged_folder(config.out) as folder:
-        manifest = _manifest(config, checkpoint, kv_layers, skipped, stored)
+        manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):
             # decode first: its bytes, and those of the weights, then do not depend on the plan
             save_graphs(folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
         with watch.stage("verify", "verifying against PyTorch"):
             verification, last_layer = _verified(
-                folder, manifest, (decode, prefill), checkpoint, plan, stored, text, config.threads
+                folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt, config.threads
             )
             require_passed([*verification.checks, last_layer])
         with watch.stage("measure", "measuring speed and damage"):
             speed = measure_speed(folder, manifest, config.threads)
             damage = None if original is None else precision_damage(folder, manifest, original, config.threads)
+        manifest = _with_texts(folder, manifest, checkpoint)
+        with watch.stage("sample", "generating sample answers"):
+            answers = sample_answers(Model(folder, manifest, open_pair(folder, manifest, config.threads)))
         report = build_report(
             config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
         )
-        manifest = _finish(folder, manifest, checkpoint, calibration, report)
+        report |= measured | {"samples": answers}
+        manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
+
+
+def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], text: FittingText) -> PlanLab:
+    """Return what plans are tried with: text to fit on, text kept aside, and what a plan may use."""
+    held_out, protocol = measuring_text(text.corpus, Windows(config.sink_tokens, config.boundary_tokens))
+    settings = TrialSettings(config.refit, config.uses_surrogates, protocol)
+    return PlanLab(checkpoint.model, kv_layers, text.fitting, text.judging, held_out, settings)
+
+
+def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, refit_seconds: float) -> dict[str, Any]:
+    """Return what report.json says of the fits and of the damage they leave."""
+    damage = lab.measure(fitted)
+    chosen = lab.point(fitted, damage["all"].kl_mean_nats)
+    quality = quality_summary(lab.settings.protocol, damage, choice.curve, chosen, len(choice.order))
+    return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality}
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
@@ -193,7 +224,8 @@ def _manifest(
     config: ExportConfig,
     checkpoint: Checkpoint,
     kv_layers: tuple[KvLayer, ...],
-    skipped: tuple[int, ...],
+    choice: Choice,
+    fitted: PrefillFit,
     stored: StoredPrecision,
 ) -> Manifest:
     """Return the manifest as far as it is known before the files exist."""
@@ -202,7 +234,13 @@ def _manifest(
         model=checkpoint.source,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_positions=max_positions_of(model),
-        plan=Plan(len(kv_layers), skipped, chosen_by="gates" if config.prune_layers is None else "user"),
+        plan=Plan(
+            num_layers=len(kv_layers),
+            skipped_layers=choice.skipped_layers,
+            chosen_by=choice.chosen_by,
+            refitted_layers=fitted.refitted_layers,
+            surrogate_layers=tuple(sorted(fitted.plan.surrogates)),
+        ),
         windows=Windows(config.sink_tokens, config.boundary_tokens),
         kv_dtype=stored.kv_dtype,
         kv_layers=kv_layers,
@@ -217,22 +255,25 @@ def _manifest(
     )
 
 
-def _finish(
-    folder: Path, manifest: Manifest, checkpoint: Checkpoint, calibration: Calibration, report: dict[str, object]
-) -> Manifest:
-    """Write everything beside graphs and weights, the manifest last, and return it complete."""
+def _with_texts(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
+    """Write tokenizer, chat template and generation config, and return the manifest that names them."""
     written = save_tokenizer(checkpoint, folder)
-    write_calibration(folder / "calibration.json", calibration)
-    write_json(folder / "report.json", report)
-    write_json(folder / "genai_config.json", genai_config(manifest))
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    complete = dataclasses.replace(
+    return dataclasses.replace(
         manifest,
         tokenizer=written.tokenizer,
         chat_template=written.chat_template,
         generation_config=written.generation_config,
-        tokenizer_config="tokenizer_config.json" if "tokenizer_config.json" in names else None,
-        files=describe_files(folder, names),
+        tokenizer_config="tokenizer_config.json" if (folder / "tokenizer_config.json").is_file() else None,
     )
+
+
+def _finish(folder: Path, manifest: Manifest, calibration: Calibration, report: dict[str, object]) -> Manifest:
+    """Write calibration and report, the manifest last, and return it complete."""
+    write_calibration(folder / "calibration.json", calibration)
+    write_json(folder / "report.json", report)
+    write_json(folder / "genai_config.json", genai_config(manifest))
+    write_html(folder / "report.html", report)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    complete = dataclasses.replace(manifest, files=describe_files(folder, names))
     write_manifest(folder, complete)
     return complete

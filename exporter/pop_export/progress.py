@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -17,11 +15,15 @@ SECONDS_BETWEEN_LINES = 15.0
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yield a function to call with the number of items done since its last call.
 
-    A terminal gets a bar with the time left; anything else a plain line at most every `SECONDS_BETWEEN_LINES`.
+    A terminal gets a bar with the time left if `rich` is installed (the base install leaves it out); anything else a
+    plain line at most every `SECONDS_BETWEEN_LINES`.
     """
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield _plain_lines(label, total)
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total)

@@ -29,3 +29,10 @@ def first_line(error: BaseException) -> str:
     """Return an exception's text as one line of at most 300 characters: its first line that is not empty."""
     lines = [" ".join(line.split()) for line in str(error).splitlines()]
     return next((line for line in lines if line), type(error).__name__)[:300]
+
+
+def deepest_line(error: BaseException) -> str:
+    """Return type and first line of the exception that a chain of exceptions began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {first_line(error)}"

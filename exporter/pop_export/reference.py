@@ -1,21 +1,30 @@
 """The slow, obvious twin of a bundle: the same plan in plain PyTorch, by the family's own code.
 
 Prefill runs the whole model, but a skipped layer's result is dropped and its input passed on, so nothing of it remains
-but the K and V it wrote to the cache. Decode is the model as it is.
+but the K and V it wrote to the cache, by weights of the plan's own where it has some. A surrogate adds a linear map of
+the layer's normalised input to what is passed on. Decode is the model as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from pop_export.decoder import cache_argument, last_position_head, replaced_outputs
+from pop_export.decoder import cache_argument, last_position_head, position_arguments, replaced_outputs
 from pop_runtime.schedule import Stretch
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A linear map that a skipped layer adds to the hidden state in place of its own update: `h + x @ matrix`."""
+
+    module: str  # the module whose input is x [B, S, F]: the layer's normalised input
+    matrix: Tensor  # [F, E]
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class PrefillPlan:
 
     skipped_layers: frozenset[int]
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # parameter name -> its value in prefill
+    surrogates: Mapping[int, Surrogate] = field(default_factory=dict)  # skipped layer -> what stands in for it
 
 
 class Reference:
@@ -52,7 +62,8 @@ class Reference:
         kwargs = {cache_argument(self._model): self.cache, "use_cache": True}
         positions = torch.arange(self.num_cached, self.num_cached + len(ids))[None]  # [1, S]
         with pruned(self._model, self._plan) if stage == "prefill" else nullcontext(), last_position_head(self._model):
-            logits = self._model(input_ids=ids[None], position_ids=positions, **kwargs).logits  # [1, 1, V]
+            kwargs |= position_arguments(self._model, positions)
+            logits = self._model(input_ids=ids[None], **kwargs).logits  # [1, 1, V]
         self.num_cached += len(ids)
         return logits[0, -1]
 
@@ -67,16 +78,25 @@ class Reference:
 @contextmanager
 def pruned(model: PreTrainedModel, plan: PrefillPlan) -> Iterator[None]:
     """Make the model compute the pruned prefill while the context is open."""
+    inputs: dict[str, Tensor] = {}
 
     def skip(layer: int, entered: Tensor, left: Tensor) -> Tensor:
+        if layer in plan.surrogates:
+            surrogate = plan.surrogates[layer]
+            return entered + inputs[surrogate.module] @ surrogate.matrix
         return entered if layer in plan.skipped_layers else left
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, args: inputs.__setitem__(name, args[0])
 
     parameters = dict(model.named_parameters())
     originals = {name: parameters[name].data for name in plan.weights}
     try:
         for name, weight in plan.weights.items():
             parameters[name].data = weight
-        with replaced_outputs(model, skip):
+        with replaced_outputs(model, skip), ExitStack() as stack:
+            for name in {surrogate.module for surrogate in plan.surrogates.values()}:
+                stack.callback(model.get_submodule(name).register_forward_pre_hook(note(name)).remove)
             yield
     finally:
         for name, original in originals.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from pop_export.precision_damage import PrecisionDamage
 from pop_export.speed import Speed
 from pop_export.verify import Check, Verification
 from pop_runtime.manifest import Manifest
+
+NOT_FLAGS = ("calibration_batch",)  # settings of `ExportConfig` that only Python can change
 
 
 def build_report(
@@ -47,6 +50,7 @@ def build_report(
         "size": _sizes(folder, manifest, checkpoint),
         "export": {"stage_seconds": stage_seconds, "peak_memory_bytes": peak_memory_bytes()},
         "settings": _settings(config),
+        "command_line": command_line(config),
         "tools": manifest.tools,
     }
 
@@ -67,6 +71,21 @@ def _settings(config: ExportConfig) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(config).items()}
 
 
+def command_line(config: ExportConfig) -> str:
+    """Return the `pop-export` command that repeats the export: what differs from the defaults."""
+    words = ["pop-export"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default or field.name in NOT_FLAGS:
+            continue
+        flag = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return shlex.join(words)
+
+
 def _check_summary(check: Check) -> dict[str, Any]:
     return {**dataclasses.asdict(check), "passed": check.passed}
 
@@ -80,7 +99,9 @@ def _calibration_summary(calibration: Calibration, reused: bool) -> dict[str, An
         "seed": calibration.seed,
         "reused": reused,
         "prefill_importance": calibration.prefill.importance,
+        "prefill_standard_error": calibration.prefill.standard_error,
         "decode_importance": calibration.decode.importance,
+        "decode_standard_error": calibration.decode.standard_error,
     }
 
 

@@ -29,11 +29,13 @@ class Speed:
     full_prefill_ms: float  # decode graph over the prompt; its head sees the last position only
     pruned_prefill_ms: float
     prefill_speedup: float  # full / pruned
+    pruned_turn_ms: float  # the prompt as a turn: sink and boundary through the decode graph, the rest pruned
+    turn_speedup: float  # full_prefill_ms / pruned_turn_ms: what is left of the gain
     decode_ms_per_token: float
 
 
 def measure_speed(folder: Path, manifest: Manifest, threads: int | None, rounds: int = ROUNDS) -> Speed:
-    """Return prefill times of both graphs at `PROMPT_TOKENS` (or as many as the model takes), and decode time.
+    """Return times of both graphs over `PROMPT_TOKENS` (fewer if the model takes less), of a turn, and of decode.
 
     Prompts are random ids, each fed in one piece into an empty cache. The first round is a warm-up and not counted.
     """
@@ -41,14 +43,18 @@ def measure_speed(folder: Path, manifest: Manifest, threads: int | None, rounds:
     num_tokens = max(1, min(PROMPT_TOKENS, manifest.max_positions - DECODE_STEPS))
     cache = allocate_cache(manifest, 1, num_tokens + DECODE_STEPS)
     ids = np.random.default_rng(0).integers(0, manifest.vocab_size, num_tokens).tolist()
-    times: dict[Stage, list[float]] = {"decode": [], "prefill": []}
+    stages: tuple[Stage, ...] = ("decode", "prefill")
+    times: dict[str, list[float]] = {"decode": [], "prefill": [], "turn": []}
     for _ in range(rounds + 1):
-        for stage, of_stage in times.items():
-            of_stage.append(_seconds(Sequence(sessions, cache), ids, stage))
+        for stage in stages:
+            times[stage].append(_seconds(Sequence(sessions, cache), ids, stage))
+        started = time.perf_counter()
+        Sequence(sessions, cache).append(ids)
+        times["turn"].append(time.perf_counter() - started)
     sequence = Sequence(sessions, cache)
     sequence.feed(ids, "decode")
     steps = [_seconds(sequence, [0], "decode") for _ in range(DECODE_STEPS)]
-    full, pruned = (float(np.median(times[stage][1:])) for stage in ("decode", "prefill"))
+    full, pruned, turn = (float(np.median(times[way][1:])) for way in ("decode", "prefill", "turn"))
     return Speed(
         num_prompt_tokens=num_tokens,
         num_rounds=rounds,
@@ -56,6 +62,8 @@ def measure_speed(folder: Path, manifest: Manifest, threads: int | None, rounds:
         full_prefill_ms=full * 1e3,
         pruned_prefill_ms=pruned * 1e3,
         prefill_speedup=full / pruned,
+        pruned_turn_ms=turn * 1e3,
+        turn_speedup=full / turn,
         decode_ms_per_token=float(np.median(steps[1:])) * 1e3,
     )
 

@@ -124,7 +124,7 @@ def verify_last_layer(
     """
     last_layer = len(manifest.kv_layers) - 1
     name = "last-layer-check.onnx"
-    ir.save(cut_prefill_graph(decode, {last_layer}), folder / name)
+    ir.save(cut_prefill_graph(decode, PrefillPlan(frozenset({last_layer}))), folder / name)
     try:
         sessions = open_pair(folder, dataclasses.replace(manifest, prefill_graph=name), threads)
     finally:

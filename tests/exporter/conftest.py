@@ -30,8 +30,8 @@ def llama() -> Any:
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory, llama: Any) -> Path:
-    """The same as a checkpoint folder with a byte tokenizer; do not alter it."""
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", llama)
+    """The same as a checkpoint folder with a byte tokenizer, under a name that HTML must escape; do not alter it."""
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny<b>llama", llama)
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +62,14 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) ->
             prune_layers=",".join(map(str, TINY_PLAN)),
             calibration_samples=4,
             calibration_length=64,
+            sink_tokens=0,  # the default windows are wider than the tests' prompts
+            boundary_tokens=1,
             threads=1,
         )
     )
+
+
+@pytest.fixture(scope="session")
+def exported_bundle(tiny_bundle: Bundle) -> Path:
+    """The folder of that export; do not alter it."""
+    return tiny_bundle.folder

@@ -17,6 +17,7 @@ import transformers
 import pop_runtime
 from pop_export import ExportConfig, pipeline, speed
 from pop_export.cli import main
+from pop_export.reference import PrefillPlan
 from pop_runtime.errors import GateError, UsageError
 from pop_runtime.manifest import read_manifest, verify_files
 from tests.exporter.conftest import TINY_PLAN
@@ -95,7 +96,7 @@ def test_force_replaces_a_bundle_and_without_it_nothing_is_touched(quick_export)
 
 def test_beyond_tolerance_no_bundle_is_written(quick_export, monkeypatch, tmp_path):
     real = pipeline.cut_prefill_graph
-    monkeypatch.setattr(pipeline, "cut_prefill_graph", lambda decode, _: real(decode, {0}))
+    monkeypatch.setattr(pipeline, "cut_prefill_graph", lambda decode, _: real(decode, PrefillPlan(frozenset({0}))))
     with pytest.raises(GateError, match="pair, prompt whole"):
         quick_export(prune_layers="2")
     assert list(tmp_path.iterdir()) == []

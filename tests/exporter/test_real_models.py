@@ -60,7 +60,7 @@ def test_a_scattered_plan_equals_its_twin(bundle, smollm2, tmp_path):
     decode = ir.load(bundle.folder / "decode.onnx")
     name = "scattered.onnx"
     folder = _linked(bundle.folder, tmp_path)
-    ir.save(cut_prefill_graph(decode, skipped), folder / name)
+    ir.save(cut_prefill_graph(decode, PrefillPlan(frozenset(skipped))), folder / name)
     manifest = dataclasses.replace(bundle.manifest, prefill_graph=name)
     ids = smollm2.tokenizer(QUESTION * 20)["input_ids"][: prompt_length(smollm2.model) + NUM_STEPS]
     found = verify(folder, manifest, smollm2.model, PrefillPlan(frozenset(skipped)), ids, threads=None)

@@ -1,4 +1,4 @@
-"""Trials that take minutes: storage (B16), interruption (B17), memory (B18), padded vocabulary (B15), 3 GB weights."""
+"""Trials of storing and running: kills, full disks, odd vocabularies, memory and checkpoints beyond 2 GB."""
 
 from __future__ import annotations
 

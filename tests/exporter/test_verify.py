@@ -9,15 +9,16 @@ import onnx_ir as ir
 import pytest
 import torch
 
-import pop_runtime
 from pop_export.bundle import save_graphs
 from pop_export.graph.build import kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.reference import PrefillPlan, Reference
 from pop_export.verify import NUM_STEPS, Check, prompt_length, require_passed, uneven_pieces, verify, verify_last_layer
 from pop_runtime.errors import GateError
+from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest, Plan, Windows
-from tests.exporter.conftest import TINY_PLAN
+from pop_runtime.sequence import Sequence
+from pop_runtime.sessions import open_pair
 
 IDS = np.random.default_rng(3).integers(3, 250, 96 + NUM_STEPS).tolist()
 
@@ -32,7 +33,7 @@ def _manifest(llama, skipped) -> Manifest:
 
 def _written(folder, llama, decode: ir.Model, skipped) -> Manifest:
     manifest = _manifest(llama, skipped)
-    graphs = {"prefill.onnx": cut_prefill_graph(decode, skipped), "decode.onnx": decode.clone()}
+    graphs = {"prefill.onnx": cut_prefill_graph(decode, PrefillPlan(frozenset(skipped))), "decode.onnx": decode.clone()}
     save_graphs(folder, graphs, "weights.bin")
     return manifest
 
@@ -76,11 +77,14 @@ def test_skipping_only_the_last_layer_loses_nothing_whatever_the_plan(tmp_path, 
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_short_prompts_follow_the_boundary_rule(tiny_bundle, llama, num_tokens):
+def test_short_prompts_follow_the_boundary_rule(tmp_path, llama, llama_decode, num_tokens):
     """With one token there is nothing to prune; with more, the last one runs at full depth."""
-    ids = IDS[:num_tokens]
-    logits = pop_runtime.load(tiny_bundle.folder, threads=1).sequence(8).append(ids)
-    reference = Reference(llama, PrefillPlan(frozenset(TINY_PLAN)))
+    ids, skipped = IDS[:num_tokens], (1, 3)
+    manifest = _written(tmp_path, llama, llama_decode, skipped)
+    sequence = Sequence(open_pair(tmp_path, manifest, 1), allocate_cache(manifest, 1, 8))
+    logits = sequence.append(ids)
+    assert sequence.num_pruned() == num_tokens - 1
+    reference = Reference(llama, PrefillPlan(frozenset(skipped)))
     if num_tokens > 1:
         reference.feed(torch.tensor(ids[:-1]), "prefill")
     np.testing.assert_allclose(logits, reference.feed(torch.tensor(ids[-1:]), "decode").numpy(), atol=1e-3)

@@ -132,3 +132,10 @@ def test_a_damaged_text_file_is_named(tmp_path: Path, text: str) -> None:
 def test_the_template_file_is_read_as_it_is(chat_bundle: Path) -> None:
     config = json.loads((chat_bundle / "tokenizer_config.json").read_text())
     assert special_tokens(config)["eos_token"] == "<eos>"
+
+
+def test_a_prompt_is_rendered_as_it_is_encoded(chat_model: pop_runtime.Model, model: pop_runtime.Model) -> None:
+    assert chat_model.render_prompt("hi") == "<turn>user:hi<eos><turn>assistant:"
+    assert chat_model.encode_prompt("hi") == chat_model.tokenizer.encode(chat_model.render_prompt("hi")).ids  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="expected a chat template for messages, found none"):
+        model.render_prompt("hi")

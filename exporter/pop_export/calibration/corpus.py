@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pop_export.calibration.sources import Source, Text, default_source, read_source
+from pop_export.calibration.sources import Source, Text, default_source, docstring_source, read_source
 from pop_runtime.errors import UsageError
 
 MIN_WINDOW_TOKENS = 4  # as --calibration-length: less has no prompt and response worth the name
@@ -29,6 +29,7 @@ class Samples:
     held_out: tuple[np.ndarray, ...]  # shares no token position with `ids`
     description: str  # for the report: sources and counts
     sha256: str  # of all ids
+    held_out_sources: tuple[str, ...] = ()  # where each of `held_out` comes from
 
 
 def calibration_samples(
@@ -40,6 +41,7 @@ def calibration_samples(
     seed: int,
     num_held_out: int = 0,
     offline: bool = False,
+    with_docstrings: bool = False,
 ) -> Samples:
     """Return windows of text as token ids, taken evenly from all sources, and further ones kept aside.
 
@@ -55,11 +57,14 @@ def calibration_samples(
         seed: chooses the passages and the windows in them.
         num_held_out: windows kept aside.
         offline: refuse a source that would need the network.
+        with_docstrings: let the default corpus hold docstrings as well.
 
     Raises:
         UsageError: a source cannot be read, or has too little text for one sample (and one to keep aside, if asked).
     """
     sources = [read_source(item, tokenizer, offline=offline) for item in data] or [default_source(tokenizer)]
+    if with_docstrings and not data:
+        sources.append(docstring_source(tokenizer))
     wanted = num_samples + num_held_out
     found = [
         list(islice(_windows(tokenizer, source, length, np.random.default_rng([seed, index])), wanted))
@@ -85,6 +90,7 @@ def calibration_samples(
         held_out=windows[num_used:],
         description=_describe(sources, counts, num_used, held_out, length, wanted),
         sha256=_sha256(windows),
+        held_out_sources=tuple(sources[index].name for index, _ in chosen[num_used:]),
     )
 
 

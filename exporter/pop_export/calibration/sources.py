@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import platform
 import re
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +19,11 @@ from jinja2 import TemplateError
 from pop_runtime.errors import UsageError
 
 EXPECTED = "expected a .txt file, a .jsonl file or a Hugging Face data set id (id[@config][:split[:column]])"
+# With much to say of themselves; benchmarks/texts.py measures on other modules.
+DOCSTRING_MODULES = (
+    "configparser", "datetime", "gettext", "imaplib", "inspect", "locale", "optparse", "pathlib", "pydoc", "random",
+    "shutil", "smtplib", "statistics", "subprocess", "tarfile", "textwrap", "turtle", "typing", "uuid", "zipfile",
+)  # fmt: skip
 MAX_DATASET_ROWS = 2000  # read from the start of a data set, streamed: 48 samples need far fewer
 
 
@@ -77,6 +84,31 @@ def default_source(tokenizer: Any) -> Source:
         ) from error
     name = f"default corpus: documentation text shipped in CPython {platform.python_version()} (pydoc_data.topics)"
     return Source(name, tuple(_plain(topics[topic], tokenizer) for topic in sorted(topics)))
+
+
+def docstring_source(tokenizer: Any) -> Source:
+    """Return what modules of Python's standard library say of themselves, a text per module.
+
+    Raises:
+        UsageError: this Python was packaged without their source.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [folder / f"{module}.py" for module in DOCSTRING_MODULES]
+    texts = [_plain(_docstrings(file), tokenizer) for file in files if file.is_file()]
+    if not texts:
+        raise UsageError(
+            "the default text to fit on is missing: this Python ships no source of its library; give --calibration-data"
+        )
+    name = f"default corpus: docstrings of the standard library of CPython {platform.python_version()}"
+    return Source(name, tuple(texts))
+
+
+def _docstrings(file: Path) -> str:
+    """Return the docstrings of a module, its classes and functions, a paragraph each."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in nodes if isinstance(node, documented))
+    return "\n\n".join(text for text in found if text)
 
 
 def _looks_like_a_path(item: str) -> bool:

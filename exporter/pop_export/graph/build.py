@@ -9,40 +9,34 @@ import onnxscript.rewriter
 import torch
 from onnxscript.rewriter.rules.common import mul_by_1_rule
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from pop_export.decoder import cache_argument, num_layers_of
+from pop_export.family import kv_layout
+from pop_export.graph.attention_form import choose_attention
 from pop_export.graph.passes.resolve_markers import resolve_markers
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
 from pop_export.graph.trace import trace_decode_graph
+from pop_export.quiet import deepest_line
 from pop_runtime.errors import ModelError
 from pop_runtime.manifest import KvLayer
+
+__all__ = ["build_decode_graph", "kv_layout"]
 
 WRAPPER_PREFIX = "model."  # trace.py holds the model under this attribute; checkpoint names come without it
 
 
-def kv_layout(model: PreTrainedModel) -> tuple[KvLayer, ...]:
-    """Return the shape of each layer's KV buffers, read off a real forward rather than the config.
-
-    Raises:
-        ModelError: the model does not keep one K and one V per layer.
-    """
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(input_ids=torch.full((1, 3), 3), use_cache=True, **{cache_argument(model): cache})
-    num_layers = num_layers_of(model)
-    kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    if len(kept) != num_layers:
-        raise ModelError(
-            f"{type(model).__name__}: expected K and V from each of {num_layers} layers, found {len(kept)}; "
-            "this family is not supported"
-        )
-    return tuple(KvLayer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept)
-
-
 def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -> ir.Model:
     """Return the full model as an ONNX graph over static KV buffers; its weights share memory with `model`."""
-    graph = trace_decode_graph(model, kv_layers)
+    form = choose_attention(model)
+    try:
+        graph = trace_decode_graph(model, kv_layers, form)
+    except ModelError:
+        raise
+    except Exception as error:  # torch.export and the converter raise any type for code that they cannot follow
+        raise ModelError(
+            f"{type(model).__name__}: its code cannot be traced into a graph ({deepest_line(error)}); "
+            "this family is not supported"
+        ) from error
     _hold_tensors(graph)
     _name_weights_as_checkpoint(graph)
     store_weights_as_read(graph)

@@ -186,10 +186,20 @@ class Model:
             raise UsageError(
                 "prompt: expected raw text or token ids for a later turn, found text for the chat template"
             )
+        text = self.render_prompt(prompt)  # type: ignore[arg-type]
+        return checked_ids(encode(self.tokenizer, text, add_special_tokens=False), self.manifest)
+
+    def render_prompt(self, prompt: str | Items[Message]) -> str:
+        """Return a user message or a conversation as the chat template writes it, special tokens included.
+
+        Raises:
+            UsageError: the bundle has no template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise UsageError(f"{self.folder}: expected a chat template for messages, found none; give text instead")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         config = self._read_json(self.manifest.tokenizer_config)
-        text = render_chat(self.chat_template, messages, special_tokens(config))  # type: ignore[arg-type]
-        return checked_ids(encode(self.tokenizer, text, add_special_tokens=False), self.manifest)
+        return render_chat(self.chat_template, messages, special_tokens(config))
 
     def _request(self, ids: list[int], options: Options, num_past: int = 0, capacity: int | None = None) -> Request:
         """Return the request for a turn, with every default filled in and every limit checked."""

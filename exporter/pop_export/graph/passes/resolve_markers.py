@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from pop_export.graph.trace import MARKER
+from pop_export.graph.marker import MARKER
 from pop_runtime.errors import ModelError
 
 METADATA_PREFIX = "pop.value."  # graph metadata: "pop.value.layers.3.key" -> name of that value
@@ -50,4 +50,4 @@ def marked_value(model: ir.Model, name: str) -> ir.Value:
         for value in node.outputs:
             if value.name == wanted:
                 return value
-    raise ModelError(f"graph {model.graph.name}: expected the value {name}, found none; this family is not supported")
+    raise ModelError(f"decode graph: expected the value {name}, found none; this family is not supported")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+TRANSPOSED = "pop.transposed"  # metadata of an initializer that lies the other way round than the parameter it is
+
 
 def store_weights_as_read(model: ir.Model) -> int:
     """Remove `Transpose` nodes between a weight and the `MatMul` that reads it.
@@ -12,7 +14,7 @@ def store_weights_as_read(model: ir.Model) -> int:
     torch keeps linear weights as [N, K] and traces `x @ W.T`. Left in the graph, ONNX Runtime would transpose at load
     and hold a private copy. Two cases:
 
-    - only the transpose is read: the weight is stored as [K, N] under its own name;
+    - only the transpose is read: the weight is stored as [K, N] under its own name (experts: [experts, K, N]);
     - the plain weight is read as well (the embedding that is also the head): it is stored once as it is, and the
       `MatMul` becomes a `Gemm` that reads it transposed.
 
@@ -25,13 +27,15 @@ def store_weights_as_read(model: ir.Model) -> int:
         weight = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
         if weight is None or not weight.is_initializer() or weight.const_value is None:
             continue
-        if len(weight.const_value.shape) != 2 or node.attributes["perm"].as_ints() != (1, 0):
+        perm = tuple(node.attributes["perm"].as_ints())
+        if perm not in ((1, 0), (0, 2, 1)):
             continue
         if all(user is node for user, _ in weight.uses()):
-            _transpose_initializer(weight)
+            _transpose_initializer(weight, perm)
             ir.convenience.replace_all_uses_with(node.outputs[0], weight)
         else:
-            if any(user.op_type != "MatMul" or index != 1 for user, index in node.outputs[0].uses()):
+            reads = node.outputs[0].uses()
+            if len(perm) != 2 or any(user.op_type != "MatMul" or index != 1 for user, index in reads):
                 continue
             for user, _ in list(node.outputs[0].uses()):
                 _read_transposed(graph, user, weight)
@@ -40,18 +44,20 @@ def store_weights_as_read(model: ir.Model) -> int:
     return removed
 
 
-def _transpose_initializer(weight: ir.Value) -> None:
+def _transpose_initializer(weight: ir.Value, perm: tuple[int, ...]) -> None:
     tensor = weight.const_value
     assert tensor is not None
     name = weight.name
-    K, N = reversed(tensor.shape.numpy())
+    sizes = tensor.shape.numpy()
+    shape = ir.Shape([sizes[axis] for axis in perm])
 
     def transposed() -> ir.Tensor:
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy().T), dtype=tensor.dtype, name=name)
+        return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype, name=name)
 
     # Lazy: a second copy of every weight at once would double the export's peak memory.
-    weight.const_value = ir.LazyTensor(transposed, dtype=tensor.dtype, shape=ir.Shape((K, N)), name=name)
-    weight.shape = ir.Shape((K, N))
+    weight.const_value = ir.LazyTensor(transposed, dtype=tensor.dtype, shape=shape, name=name)
+    weight.shape = shape
+    weight.metadata_props[TRANSPOSED] = "yes"
 
 
 def _read_transposed(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:

@@ -1,0 +1,239 @@
+"""What each part of the method is worth: damage with one part changed at a time, at several ratios, in PyTorch.
+
+    python benchmarks/texts.py build/texts
+    python benchmarks/ablation.py --model smollm2-135m --data build/texts/*.txt
+
+Protocol: windows of 384 prompt tokens and 128 scored ones, spread over each text; KL of the full model's next-token
+distribution to the variant's, in nats, and how often both find the same token likeliest. The last layers are skipped,
+as many as the ratio says. Calibration for the re-fit is the exporter's default corpus, which holds none of the texts.
+Progress goes to stderr, a Markdown table (or --json) to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from pop_export.calibration.corpus import calibration_samples
+from pop_export.checkpoint import Checkpoint, load_checkpoint
+from pop_export.decoder import cache_argument, decoder_layers, num_layers_of
+from pop_export.evaluation.text import Document, cut_windows, read_text
+from pop_export.progress import progress
+from pop_export.reference import PrefillPlan, pruned
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to leave layers out."""
+
+    name: str
+    refit: bool = False
+    sink_tokens: int = 0
+    boundary_tokens: int = 1  # 0: the last prompt token is pruned too
+    has_kv: bool = True  # False: in skipped layers decode sees nothing of the pruned positions
+    both_stages: bool = False  # True: the layers are gone for prompt and response alike
+
+
+VARIANTS = (
+    Variant("POP as published"),
+    Variant("without KV projections", has_kv=False),
+    Variant("without boundary", boundary_tokens=0),
+    Variant("skipped in both stages", both_stages=True),
+    Variant("POP + windows 4/32", sink_tokens=4, boundary_tokens=32),
+    Variant("POP + refit", refit=True),
+    Variant("POP + refit + windows 4/32", refit=True, sink_tokens=4, boundary_tokens=32),
+)
+
+
+@contextmanager
+def head_of_last(model: PreTrainedModel, num_positions: int) -> Iterator[None]:
+    """Let the head see so many last positions only: a large vocabulary over a prompt takes gigabytes."""
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, -num_positions:],))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def past_hidden(model: PreTrainedModel, layers: frozenset[int]) -> Iterator[None]:
+    """Let these layers attend to nothing that was in the cache before."""
+
+    def hide(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        mask = kwargs["attention_mask"].clone()  # [1, 1, S, T], added to the scores
+        mask[..., : mask.shape[-1] - mask.shape[-2]] = torch.finfo(mask.dtype).min
+        return args, {**kwargs, "attention_mask": mask}
+
+    modules = decoder_layers(model)
+    handles = [modules[layer].register_forward_pre_hook(hide, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def continuation_logits(
+    model: PreTrainedModel, ids: Tensor, context: int, plan: PrefillPlan, variant: Variant
+) -> np.ndarray:
+    """Return the logits that predict each token after the prompt, [C, V] float32.
+
+    Args:
+        model: eager attention.
+        ids: [context + C] int64.
+        context: prompt tokens.
+        plan: what is left out; no layers for the full model.
+        variant: how.
+    """
+    num_scored = len(ids) - context
+    cache, num_cached, logits = DynamicCache(config=model.config), 0, torch.empty(0)
+
+    def feed(stop: int, is_pruned: bool) -> None:
+        nonlocal num_cached, logits
+        if stop == num_cached:
+            return
+        positions = torch.arange(num_cached, stop)[None]  # [1, S]
+        hidden = past_hidden(model, plan.skipped_layers) if not variant.has_kv and not is_pruned else nullcontext()
+        with pruned(model, plan) if is_pruned else hidden, head_of_last(model, num_scored):
+            out = model(
+                input_ids=ids[None, num_cached:stop], position_ids=positions,
+                **{cache_argument(model): cache, "use_cache": True},
+            )  # fmt: skip
+        logits, num_cached = torch.cat([logits.reshape(-1, out.logits.shape[-1]), out.logits[0].float()]), stop
+
+    if plan.skipped_layers and not variant.both_stages:
+        feed(variant.sink_tokens, False)
+        feed(context - variant.boundary_tokens, True)
+    feed(len(ids) - 1, variant.both_stages and bool(plan.skipped_layers))
+    return logits[-num_scored:].numpy()  # [C, V]
+
+
+def fitted_plan(checkpoint: Checkpoint, skipped: frozenset[int], num_samples: int, seed: int) -> PrefillPlan:
+    """Return the plan that skips these layers with re-fitted K and V projections."""
+    from pop_export.full_pass import FullPass
+    from pop_export.layer_stack import LayerStack
+    from pop_export.projections import find_kv_projections
+    from pop_export.refit import fit_prefill, modules_by_layer
+
+    samples = calibration_samples(
+        checkpoint.tokenizer, num_samples=num_samples, length=512, seed=seed, num_held_out=max(2, num_samples // 6)
+    )
+    stack, projections = LayerStack(checkpoint.model), find_kv_projections(checkpoint.model)
+    modules = modules_by_layer(projections)
+    passes = [FullPass(stack, windows, modules) for windows in (samples.ids, samples.held_out)]
+    return fit_prefill(stack, projections, *passes, skipped, surrogate=False).plan
+
+
+def document_of(path: Path, checkpoint: Checkpoint) -> Document:
+    """Return a text as the checkpoint's tokenizer reads it."""
+    tokenizer = checkpoint.tokenizer
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"]
+    return Document(str(path), np.array(ids, np.int64), tuple(whole[: whole.index(bare[0])]))
+
+
+def compared(full: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Return mean KL(full || other) in nats and the share of equal likeliest tokens, for logits [C, V] float32.
+
+    In float32, summed in float64: within 1e-6 of `pop_export.evaluation.scores`, at half the memory.
+    """
+    p, q = (torch.from_numpy(logits).log_softmax(-1) for logits in (full, other))
+    divergence = (p.exp() * (p - q)).sum(-1, dtype=torch.float64)  # [C]
+    return float(divergence.mean()), float((p.argmax(-1) == q.argmax(-1)).double().mean())
+
+
+def measure(
+    checkpoint: Checkpoint, texts: dict[str, np.ndarray], context: int, plans: dict[tuple[float, bool], PrefillPlan]
+) -> list[dict[str, Any]]:
+    """Return one row per ratio and variant: `ratio`, `variant`, `kl_mean_nats`, `top1_agreement` and `kl_by_file`."""
+    model = checkpoint.model
+    ratios = sorted({ratio for ratio, _ in plans})
+    found: dict[tuple[float, str], dict[str, list[tuple[float, float]]]] = {}
+    total = len(ratios) * len(VARIANTS) * sum(map(len, texts.values()))
+    with progress("measuring", total) as advance:
+        for name, window in ((name, torch.tensor(row)) for name, rows in texts.items() for row in rows):
+            full = continuation_logits(model, window, context, PrefillPlan(frozenset()), VARIANTS[0])
+            for ratio in ratios:
+                for variant in VARIANTS:
+                    plan = plans.get((ratio, variant.refit))
+                    if plan is not None:
+                        result = compared(full, continuation_logits(model, window, context, plan, variant))
+                        found.setdefault((ratio, variant.name), {}).setdefault(name, []).append(result)
+                    advance(1)
+    return [_row(ratio, variant, of_files) for (ratio, variant), of_files in found.items()]
+
+
+def _row(ratio: float, variant: str, of_files: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    everything = np.array([result for results in of_files.values() for result in results])  # [N, 2]
+    return {
+        "ratio": ratio,
+        "variant": variant,
+        "kl_mean_nats": float(everything[:, 0].mean()),
+        "top1_agreement": float(everything[:, 1].mean()),
+        "kl_by_file": {name: float(np.mean(results, axis=0)[0]) for name, results in of_files.items()},
+    }
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a table: variants down, ratios across, mean KL and agreement in each cell."""
+    ratios = sorted({row["ratio"] for row in rows})
+    lines = ["| variant | " + " | ".join(f"{ratio:.0%}" for ratio in ratios) + " |", "|---" * (len(ratios) + 1) + "|"]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        of_variant = {row["ratio"]: row for row in rows if row["variant"] == variant}
+        cells = (
+            f"{of_variant[ratio]['kl_mean_nats']:.3f} ({of_variant[ratio]['top1_agreement']:.1%})" for ratio in ratios
+        )
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True)
+    add("--data", nargs="+", type=Path, required=True)
+    add("--ratios", nargs="+", type=float, default=[1 / 6, 1 / 3, 1 / 2])
+    add("--windows", type=int, default=2, help="per file")
+    add("--context", type=int, default=384)
+    add("--continuation", type=int, default=128)
+    add("--calibration-samples", type=int, default=32)
+    add("--no-refit", action="store_true", help="leave the variants with refit out")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int)
+    add("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    checkpoint = load_checkpoint(arguments.model)
+    num_layers, length = num_layers_of(checkpoint.model), arguments.context + arguments.continuation
+    texts = {
+        path.stem: cut_windows(document_of(path, checkpoint), length, arguments.windows, arguments.seed)
+        for path in arguments.data
+    }
+    plans: dict[tuple[float, bool], PrefillPlan] = {}
+    for ratio in arguments.ratios:
+        skipped = frozenset(range(num_layers - round(ratio * num_layers), num_layers))
+        plans[ratio, False] = PrefillPlan(skipped)
+        if not arguments.no_refit:
+            print(f"re-fitting {len(skipped)} layers ...", file=sys.stderr)
+            plans[ratio, True] = fitted_plan(checkpoint, skipped, arguments.calibration_samples, arguments.seed)
+    rows = measure(checkpoint, texts, arguments.context, plans)
+    print(json.dumps(rows) if arguments.json else markdown(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

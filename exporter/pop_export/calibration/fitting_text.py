@@ -1,0 +1,67 @@
+"""The text that prefill is fitted on: a corpus, and what the model writes itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pop_export.calibration.corpus import Samples, calibration_samples
+from pop_export.calibration.self_text import LENGTH_TOKENS, self_text
+from pop_export.checkpoint import Checkpoint
+from pop_export.config import ExportConfig
+from pop_export.decoder import max_positions_of
+from pop_export.progress import progress
+
+NUM_HELD_OUT = 8  # windows of the corpus kept aside: fits are judged and plans measured on them
+HELD_OUT_SHARE = 6  # of the model's own text, one sample in so many is kept aside
+
+
+@dataclass(frozen=True)
+class FittingText:
+    """Windows of token ids to fit on, and others to judge the fits by."""
+
+    fitting: tuple[np.ndarray, ...]
+    judging: tuple[np.ndarray, ...]
+    corpus: Samples  # its `held_out` is part of `judging`: plans are measured on that alone
+    description: str
+
+
+def fitting_text(config: ExportConfig, checkpoint: Checkpoint) -> FittingText:
+    """Return the text for fits, the same for the same settings.
+
+    Raises:
+        UsageError: the corpus cannot be read or holds too little text.
+    """
+    longest = max_positions_of(checkpoint.model)
+    corpus = calibration_samples(
+        checkpoint.tokenizer,
+        data=config.calibration_data,
+        num_samples=config.refit_samples,
+        length=min(config.refit_length, longest),
+        seed=config.seed,
+        num_held_out=NUM_HELD_OUT,
+        offline=config.offline,
+        with_docstrings=True,
+    )
+    own: list[np.ndarray] = []
+    length = min(LENGTH_TOKENS, longest)
+    if config.self_samples and config.refit:
+        with progress("sampling text from the model", length - 1) as advance:
+            own = self_text(
+                checkpoint.model,
+                config.self_samples,
+                bos_token_id=checkpoint.bos_token_id,
+                eos_token_ids=checkpoint.eos_token_ids,
+                seed=config.seed,
+                length=length,
+                advance=advance,
+            )
+    aside = len(own) // HELD_OUT_SHARE
+    written = f"; {len(own)} samples of {length} tokens written by the model, {aside} kept aside" if own else ""
+    return FittingText(
+        fitting=(*corpus.ids, *own[aside:]),
+        judging=(*corpus.held_out, *own[:aside]),
+        corpus=corpus,
+        description=corpus.description + written,
+    )

@@ -1,0 +1,113 @@
+"""Try prefill plans: fit each to the full model on some text, measure it on other text, and price it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from pop_export.cost import LayerCost, layer_costs, predicted_speedup
+from pop_export.damage import Damage, DamageMeter, Protocol
+from pop_export.full_pass import FullPass
+from pop_export.layer_stack import LayerStack
+from pop_export.projections import find_kv_projections
+from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
+from pop_runtime.manifest import KvLayer
+
+TRIAL_SHARE = 4  # plans are compared after fitting them on every fourth window
+TRIAL_WINDOWS = 2  # of each source, to measure them on
+
+
+@dataclass(frozen=True)
+class TrialSettings:
+    """What a plan may use beside skipping layers."""
+
+    refit: bool
+    surrogate: bool
+    protocol: Protocol
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan on the curve of damage against speed."""
+
+    skipped_layers: tuple[int, ...]
+    surrogate_layers: tuple[int, ...]
+    kl_mean_nats: float
+    predicted_speedup: float
+
+
+@dataclass
+class PlanLab:
+    """Everything that trying plans shares: the full model's passes over the texts are made once.
+
+    Args:
+        model: causal LM; unchanged afterwards.
+        kv_layers: shape of each layer's K and V.
+        fitting: windows to fit on.
+        judging: windows that fits are judged by; nothing is fitted on them.
+        held_out: by source, windows of the protocol's length, to measure damage on; nor on these.
+        settings: what plans may use.
+    """
+
+    model: PreTrainedModel
+    kv_layers: Sequence[KvLayer]
+    fitting: Sequence[np.ndarray]
+    judging: Sequence[np.ndarray]
+    held_out: Mapping[str, Sequence[np.ndarray]]
+    settings: TrialSettings
+    _points: dict[frozenset[int], Point] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stack = LayerStack(self.model)
+        self.projections = find_kv_projections(self.model)
+        self.costs: tuple[LayerCost, ...] = layer_costs(self.model, self.projections, self.kv_layers)
+        self._modules = modules_by_layer(self.projections)
+        few = {source: windows[:TRIAL_WINDOWS] for source, windows in self.held_out.items()}
+        self._trial_meter = DamageMeter(self.stack, few, self.settings.protocol)
+        self._trial_judging = FullPass(self.stack, self.judging[::2], self._modules, keep=True)
+        self._trial = FullPass(self.stack, self.fitting[::TRIAL_SHARE], self._modules, keep=True)
+
+    def fit(self, skipped: Collection[int]) -> PrefillFit:
+        """Return the plan fitted on all of the fitting text."""
+        text, judging = (FullPass(self.stack, windows, self._modules) for windows in (self.fitting, self.judging))
+        return self._fit(text, judging, skipped)
+
+    def try_plan(self, skipped: Collection[int]) -> Point:
+        """Return the plan's damage, fitted and measured on a part of the text only, and its predicted speedup."""
+        key = frozenset(skipped)
+        if key not in self._points:
+            fitted = self._fit(self._trial, self._trial_judging, skipped)
+            self._points[key] = self.point(fitted, self._trial_meter.kl(fitted.plan))
+        return self._points[key]
+
+    def point(self, fitted: PrefillFit, kl_mean_nats: float) -> Point:
+        """Return a fitted plan with its damage as a point of the curve."""
+        skipped, surrogates = sorted(fitted.plan.skipped_layers), sorted(fitted.plan.surrogates)
+        speedup = predicted_speedup(self.costs, skipped, surrogates, self.settings.protocol.windows)
+        return Point(tuple(skipped), tuple(surrogates), kl_mean_nats, speedup)
+
+    def measure(self, fitted: PrefillFit) -> dict[str, Damage]:
+        """Return the damage of a fitted plan by source of text, and over "all"."""
+        return self.meter.measure(fitted.plan)
+
+    @cached_property
+    def meter(self) -> DamageMeter:
+        """Return the meter on all text kept aside; trials have a smaller one."""
+        return DamageMeter(self.stack, self.held_out, self.settings.protocol)
+
+    def _fit(self, text: FullPass, judging: FullPass, skipped: Collection[int]) -> PrefillFit:
+        settings = self.settings
+        return fit_prefill(
+            self.stack,
+            self.projections,
+            text,
+            judging,
+            skipped,
+            refit=settings.refit,
+            surrogate=settings.surrogate,
+            sink_tokens=settings.protocol.windows.sink_tokens,
+        )

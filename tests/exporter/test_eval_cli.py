@@ -1,0 +1,142 @@
+"""`pop-eval`: what goes to stdout, to stderr and into the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pop_export.eval_cli import main
+from tests.runtime.conftest import chat_files
+from tests.runtime.tiny_bundle import make_bundle
+
+TEXT = " ".join(f"In the year {year} the harbour was dug {year % 7} feet deeper." for year in range(1700, 1760))
+SHORT = ("--context", "20", "--continuation", "8", "--windows", "2", "--threads", "1")
+FIGURES = (
+    "kl_mean_nats", "kl_p95_nats", "top1_agreement", "perplexity_full", "perplexity_pruned", "common_greedy_tokens",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_bundle(tmp_path_factory.mktemp("bundle"), text_files=chat_files())
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def _refused(capsys, *arguments, code=2):
+    assert main([str(argument) for argument in arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("pop-eval: error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_json_holds_the_figures_overall_and_by_file(bundle, data, tmp_path, capsys):
+    other = tmp_path / "b.txt"
+    other.write_text(TEXT.swapcase(), encoding="utf-8")
+    assert main([str(bundle), "--data", str(data), str(other), *SHORT, "--no-retrieval", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["files"]) == {str(data), str(other)}
+    for name in FIGURES:
+        assert found[name] == found["overall"][name]
+        assert all(name in of_file for of_file in found["files"].values())
+    assert found["settings"]["context"] == 20 and found["settings"]["data"] == [str(data), str(other)]
+    assert found["windows"] == {"sink_tokens": 0, "boundary_tokens": 1} and found["num_pruned_tokens"] == 19
+    assert found["retrieval"] is None
+
+
+def test_people_get_a_table_with_a_line_per_file(bundle, data, capsys):
+    assert main([str(bundle), "--data", str(data), *SHORT, "--no-retrieval"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["a.txt", "overall"]
+
+
+def test_windows_over_the_whole_prompt_are_said_to_prune_nothing(bundle, data, capsys):
+    assert main([str(bundle), "--data", str(data), *SHORT, "--no-retrieval", "--boundary-tokens", "20"]) == 0
+    assert "no prompt token went through the pruned graph" in capsys.readouterr().err
+
+
+def test_retrieval_is_measured_at_every_depth(exported_bundle, data, capsys):
+    arguments = [*SHORT, "--retrieval-keys", "1", "--json"]
+    assert main([str(exported_bundle), "--data", str(data), *arguments]) == 0
+    retrieval = json.loads(capsys.readouterr().out)["retrieval"]
+    assert [depth["depth"] for depth in retrieval["depths"]] == [0.1, 0.3, 0.5, 0.7, 0.9]
+    assert retrieval["format"] == "chat" and retrieval["length_tokens"] == 240
+    assert main([str(exported_bundle), "--data", str(data), *arguments[:-1]]) == 0
+    assert "retrieval of a key in 240 tokens (chat)" in capsys.readouterr().out
+
+
+def test_against_the_checkpoint_a_full_prefill_in_fp32_differs_by_rounding_alone(
+    exported_bundle, llama_folder, data, capsys
+):
+    common = ["--data", str(data), *SHORT, "--no-retrieval", "--json"]
+    assert main([str(exported_bundle), *common, "--against", str(llama_folder), "--prefill", "full"]) == 0
+    exact = json.loads(capsys.readouterr().out)
+    assert exact["kl_mean_nats"] < 1e-6 and exact["common_greedy_tokens"] == 8
+    assert exact["perplexity_full"] == pytest.approx(exact["perplexity_pruned"], rel=1e-3)
+    assert main([str(exported_bundle), *common, "--against", str(llama_folder)]) == 0
+    against = json.loads(capsys.readouterr().out)
+    assert main([str(exported_bundle), *common]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert against["kl_mean_nats"] > 1e-3
+    for name in FIGURES:
+        assert against[name] == pytest.approx(own[name], rel=1e-2)
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(bundle, data, tmp_path, capsys):
+    import transformers
+
+    from tests.tiny_models import TINY, save_checkpoint, tiny_model
+
+    config = transformers.LlamaConfig(**{**TINY, "vocab_size": 310})
+    folder = save_checkpoint(tmp_path / "other", tiny_model(config))
+    capsys.readouterr()
+    error = _refused(capsys, bundle, "--data", data, *SHORT, "--against", folder)
+    assert "expected 300 tokens in the vocabulary (manifest.json), found 310" in error
+
+
+def test_bad_data_is_one_line_and_exit_2(bundle, tmp_path, capsys):
+    missing, empty, short, binary = (tmp_path / name for name in ("missing.txt", "empty.txt", "short.txt", "x.bin"))
+    empty.write_text(" \n")
+    short.write_text("too short")
+    binary.write_bytes(b"abc\xff\xfe")
+    assert "missing.txt: expected a text file, found none" in _refused(capsys, bundle, "--data", missing)
+    assert "expected text, found an empty file" in _refused(capsys, bundle, "--data", empty)
+    assert "expected UTF-8, found byte 0xff at offset 3" in _refused(capsys, bundle, "--data", binary)
+    assert "cannot be read (Is a directory)" in _refused(capsys, bundle, "--data", tmp_path)
+    assert "for one window, found 9" in _refused(capsys, bundle, "--data", short, *SHORT)
+
+
+def test_other_errors_have_their_exit_codes(bundle, data, tmp_path, capsys):
+    assert "expected a bundle" in _refused(capsys, tmp_path, "--data", data, *SHORT, code=3)
+    _refused(capsys, bundle, "--data", data, *SHORT, "--against", tmp_path / "nothing.gguf", code=3)
+    assert "--windows: expected at least 1" in _refused(capsys, bundle, "--data", data, "--windows", "0")
+    bare = make_bundle(tmp_path / "bare")
+    assert "expected a tokenizer to read text, found none" in _refused(capsys, bare, "--data", data, *SHORT)
+
+
+def test_help_shows_examples(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert "pop-eval out/smollm2 --data notes.txt" in capsys.readouterr().out
+
+
+def test_a_run_without_against_needs_no_torch(bundle, data):
+    code = (
+        "import sys\n"
+        "from pop_export.eval_cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "bad = [name for name in ('torch', 'transformers', 'onnx', 'onnx_ir', 'rich') if name in sys.modules]\n"
+        "assert not bad, bad\n"
+    )
+    command = [sys.executable, "-c", code, str(bundle), "--data", str(data), *SHORT, "--no-retrieval", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

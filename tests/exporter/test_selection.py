@@ -1,0 +1,199 @@
+"""Choosing a plan: orders, budgets, the curve and the cost model."""
+
+import numpy as np
+import pytest
+import transformers
+
+from pop_export.config import ExportConfig
+from pop_export.cost import layer_costs, predicted_speedup
+from pop_export.damage import Protocol
+from pop_export.graph.build import kv_layout
+from pop_export.plan_lab import PlanLab, Point, TrialSettings
+from pop_export.projections import find_kv_projections
+from pop_export.search import search_order
+from pop_export.selection import choose_plan, fewest_reaching, most_within
+from pop_runtime.errors import GateError, UsageError
+from pop_runtime.manifest import Windows
+from tests.exporter.test_refit import CONFIGS
+from tests.tiny_models import NUM_LAYERS, TINY, tiny_model
+
+RNG = np.random.default_rng(3)
+ONE_TOKEN = Windows(0, 1)
+IMPORTANCE = (9.0, 4.0, 2.0, 1.0, 0.0)
+
+
+def config(**settings):
+    return ExportConfig(model="m", out="out", **settings)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    model = tiny_model()
+    texts = {name: [RNG.integers(0, 250, 40) for _ in range(2)] for name in ("a", "b")}
+    settings = TrialSettings(True, True, Protocol(30, 10, Windows()))
+    fitting, judging = ([RNG.integers(0, 250, 40) for _ in range(count)] for count in (24, 6))
+    return PlanLab(model, kv_layout(model), fitting, judging, texts, settings)
+
+
+def test_a_ratio_takes_the_least_important_layers(lab):
+    choice = choose_plan(config(prune_ratio=0.4, select="gates"), lab, IMPORTANCE)
+    assert (choice.skipped_layers, choice.chosen_by, choice.order) == ((3, 4), "gates", (4, 3, 2, 1, 0))
+
+
+def test_without_any_wish_a_third_of_the_layers_goes(lab):
+    assert choose_plan(config(), lab, IMPORTANCE).skipped_layers == (3, 4)
+
+
+def test_a_list_is_taken_as_it_is_and_the_curve_is_still_drawn(lab):
+    choice = choose_plan(config(prune_layers="0,2"), lab, IMPORTANCE)
+    assert (choice.skipped_layers, choice.chosen_by) == ((0, 2), "user")
+    assert [point.skipped_layers for point in choice.curve] == [(), (4,), (3, 4), (2, 3, 4)]
+
+
+def test_the_curve_begins_without_damage_and_gets_faster(lab):
+    curve = choose_plan(config(), lab, IMPORTANCE).curve
+    assert curve[0].kl_mean_nats == 0 and curve[1].kl_mean_nats < 1e-9 < curve[2].kl_mean_nats
+    speedups = [point.predicted_speedup for point in curve]
+    assert speedups == sorted(speedups)
+    assert choose_plan(config(curve=False), lab, IMPORTANCE).curve == ()
+
+
+def test_search_begins_with_the_layer_that_costs_nothing_and_beats_bad_gates(lab):
+    misleading = (0.0, 1.0, 2.0, 3.0, 4.0)
+    by_gates = choose_plan(config(prune_ratio=0.4, select="gates"), lab, misleading)
+    searched = choose_plan(config(prune_ratio=0.4, select="search"), lab, misleading)
+    assert searched.chosen_by == "search"
+    assert lab.try_plan(searched.skipped_layers).kl_mean_nats <= lab.try_plan(by_gates.skipped_layers).kl_mean_nats
+
+
+def test_search_takes_the_least_damaging_layer_at_every_step():
+    damage_of = [5.0, 1.0, 3.0, 0.0, 2.0]
+    asked = []
+
+    def kl(layers):
+        asked.append(tuple(layers))
+        return sum(damage_of[layer] for layer in layers)
+
+    assert search_order(kl, [0.0, 1.0, 2.0, 3.0, 4.0], 3, breadth=5) == (3, 1, 4, 2, 0)
+    assert len(asked) == 5 + 4 + 3
+
+
+def test_search_notices_layers_that_hurt_together():
+    """Layers 0 and 1 are cheap alone and dear together; a choice by single damage would take both."""
+    single = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 9.0}
+
+    def kl(layers):
+        return sum(single[layer] for layer in layers) + (5.0 if {0, 1} <= set(layers) else 0.0)
+
+    assert search_order(kl, [0, 0, 0, 0, 9], 2, breadth=5)[:2] == (0, 2)
+
+
+def test_each_step_tries_the_deepest_layer_left_and_the_least_important_by_gates():
+    asked = []
+
+    def kl(layers):
+        asked.append(tuple(layers))
+        return -float(layers[-1])  # the deeper the better
+
+    assert search_order(kl, [0.0, 5.0, 1.0, 2.0, 9.0], 2) == (4, 3, 2, 1, 0)
+    assert asked == [(4,), (0,), (4, 3), (4, 0)]
+
+
+def test_a_search_of_breadth_one_measures_nothing_and_takes_the_tail():
+    assert search_order(lambda _layers: 1 / 0, [0.0] * 4, 2, breadth=1) == (3, 2, 1, 0)
+
+
+POINTS = [Point((), (), 0.0, 1.0)] + [Point(tuple(range(n)), (), 0.01 * n * n, 1 + 0.2 * n) for n in range(1, 6)]
+
+
+def test_a_damage_budget_takes_the_largest_plan_within_it():
+    assert most_within(POINTS.__getitem__, 5, 0.04) == 2
+    assert most_within(POINTS.__getitem__, 5, 9.0) == 5
+
+
+def test_a_small_dip_in_damage_does_not_end_the_walk():
+    kls = [0.0, 0.01, 0.05, 0.03, 0.2]
+    assert most_within(lambda n: Point((), (), kls[n], 1.0), 4, 0.04) == 3
+
+
+def test_a_damage_budget_below_any_plan_names_the_least_damage():
+    with pytest.raises(GateError, match=r"--max-kl 0\.001: .* found that the least one does 0\.01 nats"):
+        most_within(POINTS.__getitem__, 5, 0.001)
+
+
+def test_a_speed_budget_takes_the_fewest_layers_that_reach_it():
+    assert fewest_reaching(POINTS.__getitem__, 5, 1.4) == 2
+
+
+def test_a_speed_budget_out_of_reach_names_what_can_be_reached():
+    with pytest.raises(GateError, match=r"--target-speedup 3: .* at most 2\.00 x with 5 layers skipped; ask for 2\.00"):
+        fewest_reaching(POINTS.__getitem__, 5, 3.0)
+
+
+def test_budgets_go_through_the_choice(lab):
+    assert choose_plan(config(max_kl=1e-6, curve=False), lab, IMPORTANCE).skipped_layers == (4,)
+    assert len(choose_plan(config(target_speedup=1.5, curve=False), lab, IMPORTANCE).skipped_layers) == 2
+    with pytest.raises(GateError, match="--target-speedup 50"):
+        choose_plan(config(target_speedup=50.0, curve=False), lab, IMPORTANCE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(prune_ratio=0.2, max_kl=0.1), "--prune-ratio and --max-kl: expected one way"),
+        (dict(prune_layers="1", target_speedup=2.0), "--prune-layers and --target-speedup: expected one way"),
+        (dict(max_kl=0.0), "--max-kl: expected a number above 0"),
+        (dict(max_kl=float("nan")), "--max-kl: expected a number above 0"),
+        (dict(target_speedup=1.0), "--target-speedup: expected a number above 1"),
+        (dict(prune_ratio=1.0), "--prune-ratio: expected 0 <= ratio < 1"),
+        (dict(select="search", prune_layers="1"), "--select search and --prune-layers"),
+        (dict(refit=False, surrogate="auto"), "--surrogate auto and --no-refit"),
+        (dict(search_breadth=0), "--search-breadth: expected at least 1"),
+        (dict(refit_length=8), "--refit-length: expected at least 16"),
+        (dict(refit_samples=0), "--refit-samples: expected at least 1"),
+    ],
+)
+def test_contradictions_are_refused_before_any_work(settings, message):
+    with pytest.raises(UsageError, match=message):
+        config(**settings)
+
+
+def test_no_refit_means_no_surrogates_either():
+    assert config().uses_surrogates and not config(refit=False).uses_surrogates
+    assert not config(surrogate="off").uses_surrogates
+
+
+def test_the_cost_of_a_layer_is_that_of_its_weights():
+    model = tiny_model()
+    (cost, *_) = layer_costs(model, find_kv_projections(model), kv_layout(model))
+    attention, mlp = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 128
+    assert cost.linear == 2 * (attention + mlp) and cost.kv == 2 * 64 * 32 * 2
+    assert cost.attention == 2 * 4 * (16 + 16) and cost.surrogate == 2 * 64 * 64
+
+
+def test_k_and_v_cost_the_same_fused_or_not():
+    apart, fused = (tiny_model(CONFIGS[family]()) for family in ("llama", "fused"))
+    costs = [layer_costs(model, find_kv_projections(model), kv_layout(model)) for model in (apart, fused)]
+    assert costs[0] == costs[1]
+
+
+def test_experts_count_as_far_as_they_are_used():
+    settings = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16, decoder_sparse_step=1)
+    model = tiny_model(transformers.Qwen3MoeConfig(**TINY, **settings))
+    (cost, *_) = layer_costs(model, find_kv_projections(model), kv_layout(model))
+    attention, router, experts = 64 * 64 * 2 + 64 * 32 * 2, 64 * 4, 4 * 3 * 64 * 32
+    assert cost.linear == 2 * (attention + router + experts / 2)
+
+
+def test_predicted_speedup_prices_windows_and_surrogates():
+    model = tiny_model()
+    costs = layer_costs(model, find_kv_projections(model), kv_layout(model))
+
+    def speedup(skipped, surrogates=(), windows=ONE_TOKEN):
+        return predicted_speedup(costs, skipped, surrogates, windows)
+
+    assert speedup({4}) == pytest.approx(NUM_LAYERS / (NUM_LAYERS - 1), rel=0.05)  # the last layer never attends
+    assert speedup(()) == speedup({4})
+    assert speedup({2, 3, 4}) > speedup({2, 3, 4}, {2}) > speedup({3, 4})
+    assert speedup({3, 4}, windows=Windows(4, 32)) < speedup({3, 4})
+    assert speedup({3, 4}, windows=Windows(0, 5000)) == pytest.approx(1.0)
