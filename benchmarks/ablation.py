@@ -5,7 +5,7 @@
 
 Protocol: windows of 384 prompt tokens and 128 scored ones, spread over each text; KL of the full model's next-token
 distribution to the variant's, in nats, and how often both find the same token likeliest. The last layers are skipped,
-as many as the ratio says. Calibration for the re-fit is the exporter's default corpus, which holds none of the texts.
+as many as the ratio says. Re-fits are those of pop-export, on its default text, which holds none of the texts measured.
 Progress goes to stderr, a Markdown table (or --json) to stdout.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,19 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from pop_export.calibration.corpus import calibration_samples
+from pop_export.calibration.fitting_text import fitting_text
 from pop_export.checkpoint import Checkpoint, load_checkpoint
+from pop_export.config import ExportConfig
+from pop_export.damage import DamageMeter, Protocol
 from pop_export.decoder import cache_argument, decoder_layers, num_layers_of
 from pop_export.evaluation.text import Document, cut_windows, read_text
+from pop_export.full_pass import FullPass
+from pop_export.layer_stack import LayerStack
 from pop_export.progress import progress
+from pop_export.projections import find_kv_projections
 from pop_export.reference import PrefillPlan, pruned
+from pop_export.refit import fit_prefill, modules_by_layer
+from pop_runtime.manifest import Windows
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,11 @@ class Variant:
     boundary_tokens: int = 1  # 0: the last prompt token is pruned too
     has_kv: bool = True  # False: in skipped layers decode sees nothing of the pruned positions
     both_stages: bool = False  # True: the layers are gone for prompt and response alike
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether a prefill plan with windows says it all, as an export does."""
+        return self.boundary_tokens > 0 and self.has_kv and not self.both_stages
 
 
 VARIANTS = (
@@ -120,20 +132,18 @@ def continuation_logits(
     return logits[-num_scored:].numpy()  # [C, V]
 
 
-def fitted_plan(checkpoint: Checkpoint, skipped: frozenset[int], num_samples: int, seed: int) -> PrefillPlan:
-    """Return the plan that skips these layers with re-fitted K and V projections."""
-    from pop_export.full_pass import FullPass
-    from pop_export.layer_stack import LayerStack
-    from pop_export.projections import find_kv_projections
-    from pop_export.refit import fit_prefill, modules_by_layer
-
-    samples = calibration_samples(
-        checkpoint.tokenizer, num_samples=num_samples, length=512, seed=seed, num_held_out=max(2, num_samples // 6)
-    )
-    stack, projections = LayerStack(checkpoint.model), find_kv_projections(checkpoint.model)
+def fitted_plans(
+    checkpoint: Checkpoint, stack: LayerStack, skipped: Sequence[frozenset[int]], config: ExportConfig
+) -> list[PrefillPlan]:
+    """Return a plan for each set of skipped layers, with re-fitted K and V projections; no surrogates."""
+    text, projections = fitting_text(config, checkpoint), find_kv_projections(checkpoint.model)
     modules = modules_by_layer(projections)
-    passes = [FullPass(stack, windows, modules) for windows in (samples.ids, samples.held_out)]
-    return fit_prefill(stack, projections, *passes, skipped, surrogate=False).plan
+    passes = [FullPass(stack, windows, modules, keep=True) for windows in (text.fitting, text.judging)]
+    fits = []
+    for layers in skipped:
+        print(f"re-fitting {len(layers)} layers ...", file=sys.stderr, flush=True)
+        fits.append(fit_prefill(stack, projections, *passes, layers, surrogate=False).plan)
+    return fits
 
 
 def document_of(path: Path, checkpoint: Checkpoint) -> Document:
@@ -154,35 +164,58 @@ def compared(full: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     return float(divergence.mean()), float((p.argmax(-1) == q.argmax(-1)).double().mean())
 
 
-def measure(
-    checkpoint: Checkpoint, texts: dict[str, np.ndarray], context: int, plans: dict[tuple[float, bool], PrefillPlan]
+def measure_plans(
+    stack: LayerStack, texts: dict[str, np.ndarray], context: int, plans: dict[tuple[float, bool], PrefillPlan]
 ) -> list[dict[str, Any]]:
-    """Return one row per ratio and variant: `ratio`, `variant`, `kl_mean_nats`, `top1_agreement` and `kl_by_file`."""
-    model = checkpoint.model
-    ratios = sorted({ratio for ratio, _ in plans})
-    found: dict[tuple[float, str], dict[str, list[tuple[float, float]]]] = {}
-    total = len(ratios) * len(VARIANTS) * sum(map(len, texts.values()))
-    with progress("measuring", total) as advance:
+    """Return rows as `measure_others` does, of the variants that are plans: by the exporter's own fast measurement."""
+    continuation = next(iter(texts.values())).shape[1] - context
+    largest = max(variant.sink_tokens for variant in VARIANTS)
+    meter = DamageMeter(stack, {name: list(rows) for name, rows in texts.items()},
+                        Protocol(context, continuation, Windows(largest, 1)))  # fmt: skip
+    found = []
+    for (ratio, refit), plan in plans.items():
+        for variant in VARIANTS:
+            if variant.is_plan and variant.refit == refit:
+                damage = meter.measure(plan, Windows(variant.sink_tokens, variant.boundary_tokens))
+                of_files = {name: (value.kl_mean_nats, value.top1_agreement) for name, value in damage.items()}
+                everything = of_files.pop("all")
+                found.append(_row(ratio, variant, everything, of_files))
+    return found
+
+
+def measure_others(
+    model: PreTrainedModel, texts: dict[str, np.ndarray], context: int, plans: dict[tuple[float, bool], PrefillPlan]
+) -> list[dict[str, Any]]:
+    """Return one row per ratio and variant that is no plan, by the model's own forward pass.
+
+    Each has `ratio`, `variant`, `kl_mean_nats`, `top1_agreement` and `kl_by_file`.
+    """
+    tasks = [(ratio, variant) for ratio, refit in plans if not refit for variant in VARIANTS if not variant.is_plan]
+    found: dict[tuple[float, Variant], dict[str, list[tuple[float, float]]]] = {task: {} for task in tasks}
+    with progress("measuring", len(tasks) * sum(map(len, texts.values()))) as advance:
         for name, window in ((name, torch.tensor(row)) for name, rows in texts.items() for row in rows):
             full = continuation_logits(model, window, context, PrefillPlan(frozenset()), VARIANTS[0])
-            for ratio in ratios:
-                for variant in VARIANTS:
-                    plan = plans.get((ratio, variant.refit))
-                    if plan is not None:
-                        result = compared(full, continuation_logits(model, window, context, plan, variant))
-                        found.setdefault((ratio, variant.name), {}).setdefault(name, []).append(result)
-                    advance(1)
-    return [_row(ratio, variant, of_files) for (ratio, variant), of_files in found.items()]
+            for ratio, variant in tasks:
+                other = continuation_logits(model, window, context, plans[ratio, False], variant)
+                found[ratio, variant].setdefault(name, []).append(compared(full, other))
+                advance(1)
+    rows = []
+    for (ratio, variant), results in found.items():
+        means = {name: tuple(np.mean(of_file, axis=0).tolist()) for name, of_file in results.items()}
+        everything = np.mean([result for of_file in results.values() for result in of_file], axis=0).tolist()
+        rows.append(_row(ratio, variant, everything, means))
+    return rows
 
 
-def _row(ratio: float, variant: str, of_files: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    everything = np.array([result for results in of_files.values() for result in results])  # [N, 2]
+def _row(
+    ratio: float, variant: Variant, everything: Sequence[float], of_files: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
     return {
         "ratio": ratio,
-        "variant": variant,
-        "kl_mean_nats": float(everything[:, 0].mean()),
-        "top1_agreement": float(everything[:, 1].mean()),
-        "kl_by_file": {name: float(np.mean(results, axis=0)[0]) for name, results in of_files.items()},
+        "variant": variant.name,
+        "kl_mean_nats": everything[0],
+        "top1_agreement": everything[1],
+        "kl_by_file": {name: result[0] for name, result in of_files.items()},
     }
 
 
@@ -190,7 +223,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a table: variants down, ratios across, mean KL and agreement in each cell."""
     ratios = sorted({row["ratio"] for row in rows})
     lines = ["| variant | " + " | ".join(f"{ratio:.0%}" for ratio in ratios) + " |", "|---" * (len(ratios) + 1) + "|"]
-    for variant in dict.fromkeys(row["variant"] for row in rows):
+    names = {row["variant"] for row in rows}
+    for variant in (variant.name for variant in VARIANTS if variant.name in names):
         of_variant = {row["ratio"]: row for row in rows if row["variant"] == variant}
         cells = (
             f"{of_variant[ratio]['kl_mean_nats']:.3f} ({of_variant[ratio]['top1_agreement']:.1%})" for ratio in ratios
@@ -209,7 +243,6 @@ def main() -> int:
     add("--windows", type=int, default=2, help="per file")
     add("--context", type=int, default=384)
     add("--continuation", type=int, default=128)
-    add("--calibration-samples", type=int, default=32)
     add("--no-refit", action="store_true", help="leave the variants with refit out")
     add("--seed", type=int, default=0)
     add("--threads", type=int)
@@ -223,14 +256,16 @@ def main() -> int:
         path.stem: cut_windows(document_of(path, checkpoint), length, arguments.windows, arguments.seed)
         for path in arguments.data
     }
-    plans: dict[tuple[float, bool], PrefillPlan] = {}
-    for ratio in arguments.ratios:
-        skipped = frozenset(range(num_layers - round(ratio * num_layers), num_layers))
-        plans[ratio, False] = PrefillPlan(skipped)
-        if not arguments.no_refit:
-            print(f"re-fitting {len(skipped)} layers ...", file=sys.stderr)
-            plans[ratio, True] = fitted_plan(checkpoint, skipped, arguments.calibration_samples, arguments.seed)
-    rows = measure(checkpoint, texts, arguments.context, plans)
+    skipped = [frozenset(range(num_layers - round(ratio * num_layers), num_layers)) for ratio in arguments.ratios]
+    plans = {(ratio, False): PrefillPlan(layers) for ratio, layers in zip(arguments.ratios, skipped, strict=True)}
+    stack = LayerStack(checkpoint.model)
+    if not arguments.no_refit:
+        config = ExportConfig(arguments.model, Path("unused"), seed=arguments.seed)
+        fits = fitted_plans(checkpoint, stack, skipped, config)
+        plans |= {(ratio, True): plan for ratio, plan in zip(arguments.ratios, fits, strict=True)}
+    rows = measure_plans(stack, texts, arguments.context, plans)
+    print(markdown(rows), file=sys.stderr, flush=True)
+    rows += measure_others(checkpoint.model, texts, arguments.context, plans)
     print(json.dumps(rows) if arguments.json else markdown(rows))
     return 0
 

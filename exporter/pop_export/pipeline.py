@@ -96,16 +96,8 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("calibrate", "calibrating"):
         samples = _samples(config, checkpoint)
         calibration = _calibration(config, checkpoint, samples)
-    with watch.stage("fitting_text", "gathering text to fit on"):
-        text = fitting_text(config, checkpoint)
-    with watch.stage("select", "choosing layers"):
-        lab = _lab(config, checkpoint, kv_layers, text)
-        choice = choose_plan(config, lab, calibration.prefill.importance)
-    with watch.stage("refit", "fitting the prefill to the full model"):
-        fitted = lab.fit(choice.skipped_layers)
-    with watch.stage("quality", "measuring damage"):
-        measured = _measured(lab, choice, fitted, text.description, watch.seconds["refit"])
-        original = _original_scores(config, checkpoint, fitted.plan, samples)
+    choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, watch)
+    original = _original_scores(config, checkpoint, fitted.plan, samples)
     prompt = _verification_text(checkpoint, samples)
     with watch.stage("build", "building the graphs"):
         with traced_weights(config, checkpoint.model):
@@ -136,6 +128,29 @@ def export(config: ExportConfig) -> Bundle:
         report |= measured | {"samples": answers}
         manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
+
+
+def _planned(
+    config: ExportConfig,
+    checkpoint: Checkpoint,
+    kv_layers: tuple[KvLayer, ...],
+    calibration: Calibration,
+    watch: _Stopwatch,
+) -> tuple[Choice, PrefillFit, dict[str, Any]]:
+    """Return the layers to skip, the plan fitted for them, and what report.json says of both.
+
+    The full model's passes over the texts, a gigabyte or more, end with this function.
+    """
+    with watch.stage("fitting_text", "gathering text to fit on"):
+        text = fitting_text(config, checkpoint)
+    with watch.stage("select", "choosing layers"):
+        lab = _lab(config, checkpoint, kv_layers, text)
+        choice = choose_plan(config, lab, calibration.prefill.importance)
+    with watch.stage("refit", "fitting the prefill to the full model"):
+        fitted = lab.fit(choice.skipped_layers)
+    with watch.stage("quality", "measuring damage"):
+        measured = _measured(lab, choice, fitted, text.description, watch.seconds["refit"])
+    return choice, fitted, measured
 
 
 def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], text: FittingText) -> PlanLab:

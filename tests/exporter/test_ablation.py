@@ -7,7 +7,13 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.ablation import VARIANTS, Variant, compared, continuation_logits, markdown
+from benchmarks.ablation import (
+    VARIANTS,
+    Variant,
+    compared,
+    continuation_logits,
+    markdown,
+)
 from pop_export.evaluation.scores import kl_divergence, log_softmax
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime.manifest import Windows
