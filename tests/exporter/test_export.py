@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -186,7 +186,9 @@ def test_an_interrupt_ends_quietly_and_leaves_nothing(llama_folder, tmp_path, si
         sys.executable, "-m", "pop_export.cli", "--model", str(llama_folder), "--out", str(tmp_path / "out"),
         "--calibration-samples", "2000", "--calibration-length", "64", "--threads", "1",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    # a shell starts background jobs with SIGINT ignored, and children inherit it
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("calibrating"):

@@ -20,6 +20,7 @@ from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.quantize import Schemes, key_value_weights, quantize_pair, stored_weights
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
+from pop_export.reference import PrefillPlan
 from pop_export.verify import TOLERANCE
 from pop_runtime.errors import BackendError, GateError, ModelError, UsageError
 from tests.tiny_models import TINY, tiny_model
@@ -46,7 +47,7 @@ def _nodes(model: ir.Model, op_type: str) -> list[ir.Node]:
 
 def test_every_matrix_is_quantised_once_and_k_and_v_keep_eight_bits(llama, llama_decode):
     decode = llama_decode.clone()
-    prefill = cut_prefill_graph(decode, {1, 3})
+    prefill = cut_prefill_graph(decode, PrefillPlan(frozenset({1, 3})))
     found = quantize_pair(decode, prefill, llama, INT4)
     assert found.kept == ()
     bits = {name: matrix.scheme.bits for name, matrix in found.matrices.items()}
@@ -68,7 +69,7 @@ def test_k_and_v_weights_are_found_by_what_the_cache_reads(llama, llama_decode):
 
 def test_the_model_is_what_it_was_after_standing_in_for_the_stored_weights(llama, llama_decode):
     decode = llama_decode.clone()
-    found = quantize_pair(decode, cut_prefill_graph(decode, {1}), llama, INT4)
+    found = quantize_pair(decode, cut_prefill_graph(decode, PrefillPlan(frozenset({1}))), llama, INT4)
     before = {name: weight.clone() for name, weight in llama.state_dict().items()}
     with pytest.raises(ZeroDivisionError), stored_weights(llama, found):
         changed = llama.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import shutil
@@ -201,7 +202,9 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "pop_runtime", str(folder), "--threads", "1", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # a shell starts background jobs with SIGINT ignored, and children inherit it
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed)
 
 
 @pytest.fixture(scope="module")
