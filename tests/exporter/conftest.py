@@ -24,6 +24,7 @@ def exported_bundle(tiny_checkpoint, tmp_path_factory) -> Path:
 
     out = tmp_path_factory.mktemp("exported") / "bundle"
     config = ExportConfig(
-        model=str(tiny_checkpoint), out=out, prune_layers="1,3", calibration_samples=4, calibration_length=32, threads=1
-    )
+        model=str(tiny_checkpoint), out=out, prune_layers="1,3", calibration_samples=4, calibration_length=32,
+        sink_tokens=0, boundary_tokens=1, threads=1,
+    )  # fmt: skip
     return export(config).folder

@@ -158,7 +158,7 @@ def test_the_report_tells_standard_errors_and_the_command_line(report, tiny_chec
     assert len(report["calibration"]["prefill_standard_error"]) == 5
     assert report["command_line"].startswith("pop-export --model ")
     assert report["command_line"].endswith(
-        "--calibration-samples 4 --calibration-length 32 --prune-layers 1,3 --threads 1"
+        "--calibration-samples 4 --calibration-length 32 --prune-layers 1,3 --sink-tokens 0 --boundary-tokens 1 --threads 1"
     )
 
 
