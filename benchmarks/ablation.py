@@ -57,14 +57,15 @@ class Variant:
         return self.boundary_tokens > 0 and self.has_kv and not self.both_stages
 
 
+SINK, BOUNDARY = ExportConfig.sink_tokens, ExportConfig.boundary_tokens  # what pop-export sets by default
 VARIANTS = (
     Variant("POP as published"),
     Variant("without KV projections", has_kv=False),
     Variant("without boundary", boundary_tokens=0),
     Variant("skipped in both stages", both_stages=True),
-    Variant("POP + windows 4/32", sink_tokens=4, boundary_tokens=32),
+    Variant(f"POP + windows {SINK}/{BOUNDARY}", sink_tokens=SINK, boundary_tokens=BOUNDARY),
     Variant("POP + refit", refit=True),
-    Variant("POP + refit + windows 4/32", refit=True, sink_tokens=4, boundary_tokens=32),
+    Variant(f"POP + refit + windows {SINK}/{BOUNDARY}", refit=True, sink_tokens=SINK, boundary_tokens=BOUNDARY),
 )
 
 
@@ -114,7 +115,7 @@ def continuation_logits(
 
     def feed(stop: int, is_pruned: bool) -> None:
         nonlocal num_cached, logits
-        if stop == num_cached:
+        if stop <= num_cached:
             return
         positions = torch.arange(num_cached, stop)[None]  # [1, S]
         hidden = past_hidden(model, plan.skipped_layers) if not variant.has_kv and not is_pruned else nullcontext()
