@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pop_export.decoder import num_layers_of
 from pop_export.gptq import gptq_matrices
+from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
@@ -92,6 +93,7 @@ def quantize_pair(
     for graph in (decode, prefill):
         quantize_matmuls(graph, scheme_of, matrices)
         quantize_embedding(graph, scheme_of, matrices)
+    exact_kernels(prefill, bits=(4,))  # over many tokens they are not slower: SmolLM2, 512 tokens, 1.66 s against 1.96
     if not matrices:
         raise ModelError(
             f"{type(model).__name__}: expected weight matrices to quantise in the decode graph, found none; "
