@@ -18,6 +18,7 @@ from pop_export.layer_plan import parse_layers
 from pop_export.pipeline import export
 from pop_export.reference import PrefillPlan
 from pop_export.verify import NUM_STEPS, prompt_length, verify
+from pop_runtime.sessions import visible_cores
 
 pytestmark = pytest.mark.real
 QUESTION = "Explain in two sentences why the sky is blue."
@@ -30,7 +31,22 @@ def smollm2() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(ExportConfig(model="smollm2-135m", out=tmp_path_factory.mktemp("real") / "smollm2"))
+    """An export with less text than the default takes: what is tested here does not depend on how much there is."""
+    threads = torch.get_num_threads()
+    try:
+        return export(
+            ExportConfig(
+                model="smollm2-135m",
+                out=tmp_path_factory.mktemp("real") / "smollm2",
+                calibration_samples=16,
+                refit_samples=8,
+                self_samples=8,
+                curve=False,
+                threads=visible_cores(),
+            )
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_every_comparison_with_pytorch_is_within_1e_3(bundle):
