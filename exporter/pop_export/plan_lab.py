@@ -17,7 +17,7 @@ from pop_export.projections import find_kv_projections
 from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
 from pop_runtime.manifest import KvLayer
 
-TRIAL_SHARE = 4  # plans are compared after fitting them on every fourth window
+TRIAL_SHARE = 6  # plans are compared after fitting them on every sixth window
 TRIAL_WINDOWS = 2  # of each source, to measure them on
 
 
