@@ -29,7 +29,7 @@ from pop_export.calibration.fitting_text import fitting_text
 from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.config import ExportConfig
 from pop_export.damage import DamageMeter, Protocol
-from pop_export.decoder import cache_argument, decoder_layers, num_layers_of
+from pop_export.decoder import cache_argument, decoder_layers
 from pop_export.evaluation.text import Document, cut_windows, read_text
 from pop_export.full_pass import FullPass
 from pop_export.layer_stack import LayerStack
@@ -38,6 +38,8 @@ from pop_export.projections import find_kv_projections
 from pop_export.reference import PrefillPlan, pruned
 from pop_export.refit import fit_prefill, modules_by_layer
 from pop_runtime.manifest import Windows
+
+PlanKey = tuple[float, bool, int | None]  # ratio, re-fitted, the sink it is fitted for
 
 
 @dataclass(frozen=True)
@@ -134,17 +136,27 @@ def continuation_logits(
 
 
 def fitted_plans(
-    checkpoint: Checkpoint, stack: LayerStack, skipped: Sequence[frozenset[int]], config: ExportConfig
-) -> list[PrefillPlan]:
-    """Return a plan for each set of skipped layers, with re-fitted K and V projections; no surrogates."""
+    checkpoint: Checkpoint, stack: LayerStack, ratios: Sequence[float], config: ExportConfig
+) -> dict[PlanKey, PrefillPlan]:
+    """Return plans with re-fitted K and V projections and no surrogates, one for each ratio and sink of `VARIANTS`.
+
+    A fit is made for its sink: run with another it does twice the damage.
+    """
     text, projections = fitting_text(config, checkpoint), find_kv_projections(checkpoint.model)
     modules = modules_by_layer(projections)
     passes = [FullPass(stack, windows, modules, keep=True) for windows in (text.fitting, text.judging)]
-    fits = []
-    for layers in skipped:
-        print(f"re-fitting {len(layers)} layers ...", file=sys.stderr, flush=True)
-        fits.append(fit_prefill(stack, projections, *passes, layers, surrogate=False).plan)
-    return fits
+    plans = {}
+    for ratio in ratios:
+        for sink in sorted({variant.sink_tokens for variant in VARIANTS if variant.refit}):
+            print(f"re-fitting for {ratio:.0%}, sink {sink} ...", file=sys.stderr, flush=True)
+            fit = fit_prefill(stack, projections, *passes, tail(ratio, len(stack)), surrogate=False, sink_tokens=sink)
+            plans[ratio, True, sink] = fit.plan
+    return plans
+
+
+def tail(ratio: float, num_layers: int) -> frozenset[int]:
+    """Return the last layers, as many as the ratio says."""
+    return frozenset(range(num_layers - round(ratio * num_layers), num_layers))
 
 
 def document_of(path: Path, checkpoint: Checkpoint) -> Document:
@@ -166,7 +178,7 @@ def compared(full: np.ndarray, other: np.ndarray) -> tuple[float, float]:
 
 
 def measure_plans(
-    stack: LayerStack, texts: dict[str, np.ndarray], context: int, plans: dict[tuple[float, bool], PrefillPlan]
+    stack: LayerStack, texts: dict[str, np.ndarray], context: int, plans: dict[PlanKey, PrefillPlan]
 ) -> list[dict[str, Any]]:
     """Return rows as `measure_others` does, of the variants that are plans: by the exporter's own fast measurement."""
     continuation = next(iter(texts.values())).shape[1] - context
@@ -174,9 +186,9 @@ def measure_plans(
     meter = DamageMeter(stack, {name: list(rows) for name, rows in texts.items()},
                         Protocol(context, continuation, Windows(largest, 1)))  # fmt: skip
     found = []
-    for (ratio, refit), plan in plans.items():
+    for (ratio, refit, sink), plan in plans.items():
         for variant in VARIANTS:
-            if variant.is_plan and variant.refit == refit:
+            if variant.is_plan and variant.refit == refit and sink in (variant.sink_tokens, None):
                 damage = meter.measure(plan, Windows(variant.sink_tokens, variant.boundary_tokens))
                 of_files = {name: (value.kl_mean_nats, value.top1_agreement) for name, value in damage.items()}
                 everything = of_files.pop("all")
@@ -185,19 +197,19 @@ def measure_plans(
 
 
 def measure_others(
-    model: PreTrainedModel, texts: dict[str, np.ndarray], context: int, plans: dict[tuple[float, bool], PrefillPlan]
+    model: PreTrainedModel, texts: dict[str, np.ndarray], context: int, plans: dict[PlanKey, PrefillPlan]
 ) -> list[dict[str, Any]]:
     """Return one row per ratio and variant that is no plan, by the model's own forward pass.
 
     Each has `ratio`, `variant`, `kl_mean_nats`, `top1_agreement` and `kl_by_file`.
     """
-    tasks = [(ratio, variant) for ratio, refit in plans if not refit for variant in VARIANTS if not variant.is_plan]
+    tasks = [(ratio, variant) for ratio, refit, _ in plans if not refit for variant in VARIANTS if not variant.is_plan]
     found: dict[tuple[float, Variant], dict[str, list[tuple[float, float]]]] = {task: {} for task in tasks}
     with progress("measuring", len(tasks) * sum(map(len, texts.values()))) as advance:
         for name, window in ((name, torch.tensor(row)) for name, rows in texts.items() for row in rows):
             full = continuation_logits(model, window, context, PrefillPlan(frozenset()), VARIANTS[0])
             for ratio, variant in tasks:
-                other = continuation_logits(model, window, context, plans[ratio, False], variant)
+                other = continuation_logits(model, window, context, plans[ratio, False, None], variant)
                 found[ratio, variant].setdefault(name, []).append(compared(full, other))
                 advance(1)
     rows = []
@@ -252,18 +264,18 @@ def main() -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     checkpoint = load_checkpoint(arguments.model)
-    num_layers, length = num_layers_of(checkpoint.model), arguments.context + arguments.continuation
+    length = arguments.context + arguments.continuation
     texts = {
         path.stem: cut_windows(document_of(path, checkpoint), length, arguments.windows, arguments.seed)
         for path in arguments.data
     }
-    skipped = [frozenset(range(num_layers - round(ratio * num_layers), num_layers)) for ratio in arguments.ratios]
-    plans = {(ratio, False): PrefillPlan(layers) for ratio, layers in zip(arguments.ratios, skipped, strict=True)}
     stack = LayerStack(checkpoint.model)
+    plans: dict[PlanKey, PrefillPlan] = {
+        (ratio, False, None): PrefillPlan(tail(ratio, len(stack))) for ratio in arguments.ratios
+    }
     if not arguments.no_refit:
         config = ExportConfig(arguments.model, Path("unused"), seed=arguments.seed)
-        fits = fitted_plans(checkpoint, stack, skipped, config)
-        plans |= {(ratio, True): plan for ratio, plan in zip(arguments.ratios, fits, strict=True)}
+        plans |= fitted_plans(checkpoint, stack, arguments.ratios, config)
     rows = measure_plans(stack, texts, arguments.context, plans)
     print(markdown(rows), file=sys.stderr, flush=True)
     rows += measure_others(checkpoint.model, texts, arguments.context, plans)

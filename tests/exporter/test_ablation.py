@@ -106,7 +106,7 @@ def test_the_fast_measurement_and_the_forward_pass_agree(model, monkeypatch):
     ]
     monkeypatch.setattr(ablation, "VARIANTS", variants)
     ids = torch.randint(0, 250, (50,), generator=torch.Generator().manual_seed(1))
-    found = measure_plans(LayerStack(model), {"a": ids.numpy()[None]}, 40, {(0.4, False): PLAN})
+    found = measure_plans(LayerStack(model), {"a": ids.numpy()[None]}, 40, {(0.4, False, None): PLAN})
     rows = {row["variant"]: row for row in found}
     full = continuation_logits(model, ids, 40, PrefillPlan(frozenset()), VARIANTS[0])
     for variant in variants:
@@ -117,7 +117,7 @@ def test_the_fast_measurement_and_the_forward_pass_agree(model, monkeypatch):
 
 
 def test_every_other_variant_has_a_row_per_ratio(ids):
-    texts, plans = {"a": ids.numpy()[None]}, {(0.2, False): PrefillPlan(frozenset({4})), (0.4, False): PLAN}
+    texts, plans = {"a": ids.numpy()[None]}, {(0.2, False, None): PrefillPlan(frozenset({4})), (0.4, False, None): PLAN}
     rows = measure_others(tiny_model(), texts, CONTEXT, plans)
     assert {(row["ratio"], row["variant"]) for row in rows} == {
         (ratio, variant.name) for ratio in (0.2, 0.4) for variant in VARIANTS if not variant.is_plan
