@@ -7,7 +7,7 @@ pass the features as they really arrive. A skipped layer costs the pruned pass i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -20,6 +20,9 @@ from pop_export.layer_stack import Calls, LayerStack, StopLayer, watched
 from pop_export.projections import Projection, output_axis
 from pop_export.reference import PrefillPlan, Surrogate
 from pop_export.ridge import Fitted, Moments, fit
+
+# X^T X of the features of one layer and text, by where they lie: K, V and the surrogate mostly read the same ones.
+_Grams = dict[tuple[int, bool], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,11 @@ def fit_prefill(
                 ]
         if layer not in skipped:
             continue
+        grams: _Grams = {}
         if refit:
-            records += _refit_layer(stack, of_layer, walks, states, sink_tokens, weights)
+            records += _refit_layer(stack, of_layer, walks, states, sink_tokens, weights, grams)
         if surrogate and of_layer and layer < last_kept:
-            found = _fit_surrogate(of_layer[0].module, layer, walks, states, sink_tokens)
+            found = _fit_surrogate(of_layer[0].module, layer, walks, states, sink_tokens, grams)
             records.append(found[0])
             if found[0].kept:
                 surrogates[layer] = found[1]
@@ -161,6 +165,7 @@ def _refit_layer(
     states: Sequence[tuple[FullState, ...]],
     sink: int,
     weights: dict[str, Tensor],
+    grams: _Grams,
 ) -> list[FitRecord]:
     """Fit K and V of one layer, put the new values of whole parameters into `weights`, and return the records."""
     records = []
@@ -174,6 +179,7 @@ def _refit_layer(
                 [batch.outputs[projection.module][..., projection.columns] for batch in state],
                 sink,
                 has_bias,
+                grams,
             )
             for walk, state in zip(walks, states, strict=True)
         ]
@@ -185,7 +191,12 @@ def _refit_layer(
 
 
 def _fit_surrogate(
-    module: str, layer: int, walks: Sequence[_Walk], states: Sequence[tuple[FullState, ...]], sink: int
+    module: str,
+    layer: int,
+    walks: Sequence[_Walk],
+    states: Sequence[tuple[FullState, ...]],
+    sink: int,
+    grams: _Grams,
 ) -> tuple[FitRecord, Surrogate]:
     """Return the linear map from the layer's normalised input to what the full model has more than the pruned pass."""
     moments = [
@@ -195,6 +206,7 @@ def _fit_surrogate(
             [batch.left - hidden for batch, hidden in zip(state, walk.pruned, strict=True)],
             sink,
             False,
+            grams,
         )
         for walk, state in zip(walks, states, strict=True)
     ]
@@ -204,7 +216,12 @@ def _fit_surrogate(
 
 
 def _moments(
-    inputs: list[Tensor], present: list[Tensor], targets: list[Tensor], sink: int, has_intercept: bool
+    inputs: list[Tensor],
+    present: list[Tensor],
+    targets: list[Tensor],
+    sink: int,
+    has_intercept: bool,
+    grams: _Grams,
 ) -> Moments:
     """Return the sums over all batches, without the sinks.
 
@@ -214,16 +231,24 @@ def _moments(
         targets: per batch [B, S, R].
         sink: positions left out at the start of each window.
         has_intercept: add the constant 1 as the last feature.
+        grams: of this layer, by features.
     """
-    moments = Moments(inputs[0].shape[-1] + has_intercept, targets[0].shape[-1])
-    for x, now, target in zip(inputs, present, targets, strict=True):
-        features = x[:, sink:].flatten(0, 1).double()  # [N, F]
-        if has_intercept:
-            features = nn.functional.pad(features, (0, 1), value=1.0)
+    key = (inputs[0].data_ptr(), has_intercept)
+    if key not in grams:
+        grams[key] = sum(features.T @ features for features in _features(inputs, sink, has_intercept))
+    moments = Moments(grams[key], targets[0].shape[-1])
+    for features, now, target in zip(_features(inputs, sink, has_intercept), present, targets, strict=True):
         wanted = target[:, sink:].flatten(0, 1).double()  # [N, R]
         residual = wanted - now[:, sink:].flatten(0, 1).double()
-        moments.add(features.numpy(), residual.numpy(), wanted.numpy(), (features.T @ features).numpy())
+        moments.add(features, residual.numpy(), wanted.numpy())
     return moments
+
+
+def _features(inputs: list[Tensor], sink: int, has_intercept: bool) -> Iterator[np.ndarray]:
+    """Yield each batch's features [N, F] in float64, without the sinks, the constant 1 last if it is wanted."""
+    for x in inputs:
+        features = x[:, sink:].flatten(0, 1).double()
+        yield (nn.functional.pad(features, (0, 1), value=1.0) if has_intercept else features).numpy()
 
 
 def _change_weights(module: nn.Module, projection: Projection, change: np.ndarray, weights: dict[str, Tensor]) -> None:

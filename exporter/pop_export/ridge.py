@@ -23,24 +23,28 @@ class Moments:
         spread: sum of (Y - mean(Y))^2: what relative errors are relative to.
     """
 
-    def __init__(self, num_features: int, num_targets: int) -> None:
+    def __init__(self, gram: np.ndarray, num_targets: int) -> None:
+        """Start with no target added.
+
+        Args:
+            gram: [F, F] float64, X^T X over all tokens; given, because several maps share their features.
+            num_targets: R.
+        """
         self.num_tokens = 0
-        self.gram = np.zeros((num_features, num_features))
-        self.cross = np.zeros((num_features, num_targets))
+        self.gram = gram
+        self.cross = np.zeros((len(gram), num_targets))
         self.residual = 0.0
         self._sum, self._squares = np.zeros(num_targets), 0.0
 
-    def add(self, features: np.ndarray, residuals: np.ndarray, targets: np.ndarray, gram: np.ndarray) -> None:
+    def add(self, features: np.ndarray, residuals: np.ndarray, targets: np.ndarray) -> None:
         """Add tokens.
 
         Args:
             features: [N, F] float64.
             residuals: [N, R] float64, Y - X W.
             targets: [N, R] float64, Y.
-            gram: features.T @ features; given, because several maps share their features.
         """
         self.num_tokens += len(features)
-        self.gram += gram
         self.cross += features.T @ residuals
         self.residual += float((residuals**2).sum())
         self._sum += targets.sum(0)
