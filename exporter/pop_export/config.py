@@ -40,7 +40,9 @@ class ExportConfig:
     prune_layers: str | None = None  # "20-29", "5,12-14" or "none"
     max_kl: float | None = None  # as many as do no more damage than this, in nats per token on text kept aside
     target_speedup: float | None = None  # as few as are predicted to make prefill this many times as fast
-    select: Literal["gates", "search"] = "gates"  # what orders the layers: gate importance, or measured damage
+    # What orders the layers: gate importance (the paper), or measured damage where gates and depth disagree.
+    # None: "search" with refit.
+    select: Literal["gates", "search"] | None = None
     search_breadth: int = 2  # layers that search tries per step
     curve: bool = True  # measure the damage of other ratios for the report
 
@@ -122,7 +124,7 @@ class ExportConfig:
     @property
     def searches(self) -> bool:
         """Return whether measured damage orders the layers."""
-        return self.prune_layers is None and self.select == "search"
+        return self.prune_layers is None and (self.refit if self.select is None else self.select == "search")
 
     @property
     def uses_surrogates(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float])
         num_wanted = most if budget else num_skipped_at(config.ratio, num_layers)
         with progress("searching", num_wanted) as advance:
             order = search_order(
-                lambda layers: lab.try_plan(layers).kl_mean_nats,
+                lambda layers: price(lab.try_plan(layers)),
                 importance,
                 num_wanted,
                 breadth=config.search_breadth,
@@ -67,6 +68,15 @@ def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float])
     else:
         num_skipped = num_skipped_at(config.ratio, num_layers)
     return Choice(tuple(sorted(order[:num_skipped])), "search" if config.searches else "gates", order, curve)
+
+
+def price(point: Point) -> float:
+    """Return the damage of a plan for each unit of the prompt's time that it saves.
+
+    So a plan that is a little better and much slower, because of its surrogates, does not win.
+    """
+    saved = 1 - 1 / point.predicted_speedup
+    return point.kl_mean_nats / saved if saved > 0 else math.inf
 
 
 def most_within(point: Callable[[int], Point], most: int, max_kl: float) -> int:

@@ -11,7 +11,7 @@ from pop_export.graph.build import kv_layout
 from pop_export.plan_lab import PlanLab, Point, TrialSettings
 from pop_export.projections import find_kv_projections
 from pop_export.search import search_order
-from pop_export.selection import choose_plan, fewest_reaching, most_within
+from pop_export.selection import choose_plan, fewest_reaching, most_within, price
 from pop_runtime.errors import GateError, UsageError
 from pop_runtime.manifest import Windows
 from tests.exporter.test_refit import CONFIGS
@@ -63,44 +63,59 @@ def test_search_begins_with_the_layer_that_costs_nothing_and_beats_bad_gates(lab
     by_gates = choose_plan(config(prune_ratio=0.4, select="gates"), lab, misleading)
     searched = choose_plan(config(prune_ratio=0.4, select="search"), lab, misleading)
     assert searched.chosen_by == "search"
-    assert lab.try_plan(searched.skipped_layers).kl_mean_nats <= lab.try_plan(by_gates.skipped_layers).kl_mean_nats
+    assert price(lab.try_plan(searched.skipped_layers)) <= price(lab.try_plan(by_gates.skipped_layers))
 
 
-def test_search_takes_the_least_damaging_layer_at_every_step():
-    damage_of = [5.0, 1.0, 3.0, 0.0, 2.0]
+def test_damage_is_searched_unless_the_published_method_is_wanted(lab):
+    assert choose_plan(config(curve=False), lab, IMPORTANCE).chosen_by == "search"
+    assert choose_plan(config(curve=False, refit=False), lab, IMPORTANCE).chosen_by == "gates"
+
+
+def test_search_takes_the_cheapest_layer_at_every_step():
+    price_of = [5.0, 1.0, 3.0, 0.0, 2.0]
     asked = []
 
-    def kl(layers):
+    def price_of_all(layers):
         asked.append(tuple(layers))
-        return sum(damage_of[layer] for layer in layers)
+        return sum(price_of[layer] for layer in layers)
 
-    assert search_order(kl, [0.0, 1.0, 2.0, 3.0, 4.0], 3, breadth=5) == (3, 1, 4, 2, 0)
-    assert len(asked) == 5 + 4 + 3
+    assert search_order(price_of_all, [0.0, 1.0, 2.0, 3.0, 4.0], 2, breadth=5) == (3, 1, 4, 2, 0)
+    assert len(asked) == 5 + 4
 
 
 def test_search_notices_layers_that_hurt_together():
     """Layers 0 and 1 are cheap alone and dear together; a choice by single damage would take both."""
     single = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 9.0}
 
-    def kl(layers):
+    def price_of(layers):
         return sum(single[layer] for layer in layers) + (5.0 if {0, 1} <= set(layers) else 0.0)
 
-    assert search_order(kl, [0, 0, 0, 0, 9], 2, breadth=5)[:2] == (0, 2)
+    assert search_order(price_of, [0, 0, 0, 0, 9], 2, breadth=5)[:2] == (3, 0)
+
+
+def test_layers_that_gates_and_depth_agree_on_are_not_measured():
+    assert search_order(lambda _layers: 1 / 0, [5.0, 4.0, 3.0, 1.0, 2.0], 3) == (4, 3, 2, 1, 0)
 
 
 def test_each_step_tries_the_deepest_layer_left_and_the_least_important_by_gates():
     asked = []
 
-    def kl(layers):
+    def price_of(layers):
         asked.append(tuple(layers))
         return -float(layers[-1])  # the deeper the better
 
-    assert search_order(kl, [0.0, 5.0, 1.0, 2.0, 9.0], 2) == (4, 3, 2, 1, 0)
+    assert search_order(price_of, [0.0, 1.0, 5.0, 7.0, 9.0], 2) == (4, 3, 2, 1, 0)
     assert asked == [(4,), (0,), (4, 3), (4, 0)]
 
 
 def test_a_search_of_breadth_one_measures_nothing_and_takes_the_tail():
-    assert search_order(lambda _layers: 1 / 0, [0.0] * 4, 2, breadth=1) == (3, 2, 1, 0)
+    assert search_order(lambda _layers: 1 / 0, [0.0, 1.0, 2.0, 3.0], 2, breadth=1) == (3, 2, 1, 0)
+
+
+def test_a_plan_is_priced_by_its_damage_for_the_time_it_saves():
+    slow, fast = Point((0,), (0,), 0.02, 1.25), Point((1,), (), 0.02, 1.5)
+    assert price(slow) == pytest.approx(0.1) and price(fast) == pytest.approx(0.06)
+    assert price(Point((0,), (0,), 0.02, 1.0)) == float("inf")
 
 
 POINTS = [Point((), (), 0.0, 1.0)] + [Point(tuple(range(n)), (), 0.01 * n * n, 1 + 0.2 * n) for n in range(1, 6)]
