@@ -1,4 +1,4 @@
-"""Order layers by what skipping them really costs: greedy, on measured damage with refit, where cheap signs disagree."""
+"""Order layers by what skipping them costs: greedy, on measured damage with refit, where cheap signs disagree."""
 
 from __future__ import annotations
 
