@@ -20,7 +20,7 @@ import transformers
 import pop_runtime
 from pop_export import ExportConfig, pipeline, speed
 from pop_export.bundle import Bundle
-from pop_runtime.errors import ModelError
+from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import read_manifest, verify_files
 from tests.tiny_models import TINY, save_checkpoint, tiny_model
 
@@ -105,7 +105,7 @@ def test_ids_beyond_the_tokenizer_stream_as_empty_text(tmp_path):
     assert len(tokens) == 20 and any(token.id >= 260 for token in tokens)
     assert all(token.text == "" for token in tokens if token.id >= 260)
     for wrong in (320, -1):
-        with pytest.raises(pop_runtime.UsageError, match=r"expected an id of 0\.\.319"):
+        with pytest.raises(UsageError, match=r"expected an id of 0\.\.319"):
             loaded.generate([7, wrong], max_new_tokens=1)
 
 
