@@ -117,7 +117,13 @@ def test_an_export_ended_at_any_moment_leaves_nothing_that_looks_like_a_bundle(l
         sys.executable, "-m", "pop_export.cli", "--model", str(llama_folder), "--out", str(tmp_path / "out"),
         "--calibration-samples", "2", "--calibration-length", "32", "--threads", "1", "--prune-layers", "1",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs start with it ignored
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith(moment):
