@@ -121,7 +121,7 @@ def chosen_windows(model: Model, config: EvalConfig) -> Windows:
         own.sink_tokens if config.sink_tokens is None else config.sink_tokens,
         own.boundary_tokens if config.boundary_tokens is None else config.boundary_tokens,
     )
-    check_windows(windows)
+    check_windows(windows, model.manifest, config.prefill)
     return windows
 
 

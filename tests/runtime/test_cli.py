@@ -16,8 +16,9 @@ import pytest
 
 import pop_runtime
 from pop_runtime.cli import main
+from pop_runtime.manifest import Plan, Windows
 from tests.runtime.conftest import chat_files
-from tests.runtime.tiny_bundle import Twin, make_bundle, tiny_weights
+from tests.runtime.tiny_bundle import SKIPPED, L, Twin, make_bundle, tiny_weights
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -76,9 +77,151 @@ def test_stats_of_one_token_show_no_speed(chat_bundle: Path, capsys: pytest.Capt
 
 def test_sampling_flags_reach_the_settings(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "7", "--repetition-penalty", "1.2", "--seed", "3"]
+    flags += ["--min-p", "0.1", "--prefill-chunk-tokens", "3"]
     settings = _json(capsys, str(bundle), "--ids", "5,6", *flags, "--max-new-tokens", "2")["settings"]
+    assert settings["min_p"] == 0.1 and settings["prefill_chunk_tokens"] == 3
     assert settings["temperature"] == 0.8 and settings["top_p"] == 0.9 and settings["top_k"] == 7
     assert settings["repetition_penalty"] == 1.2 and settings["seed"] == 3
+
+
+def test_min_p_of_one_leaves_only_the_likeliest(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ids", "5,6,7", "--max-new-tokens", "6", "--ignore-eos"]
+    greedy = _json(capsys, str(bundle), *flags)["new_token_ids"]
+    sampled = [*flags, "--temperature", "5", "--seed", "1"]
+    assert _json(capsys, str(bundle), *sampled)["new_token_ids"] != greedy
+    assert _json(capsys, str(bundle), *sampled, "--min-p", "1")["new_token_ids"] == greedy
+
+
+def test_a_repetition_penalty_forbids_repeating(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ids", "5,6,7", "--max-new-tokens", "40", "--ignore-eos"]
+    repeated = _json(capsys, str(bundle), *flags)["new_token_ids"]
+    assert len(set(repeated)) < 40
+    ids = _json(capsys, str(bundle), *flags, "--repetition-penalty", "1e6")["new_token_ids"]
+    assert len(set(ids)) == 40 and not {5, 6, 7} & set(ids)
+
+
+def test_stop_strings_end_the_text(chat_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompt", "hi", "--raw", "--max-new-tokens", "20", "--ignore-eos", "--temperature", "2", "--seed", "3"]
+    text = _json(capsys, str(chat_bundle), *flags)["text"]
+    stop = text[5:8]
+    result = _json(capsys, str(chat_bundle), *flags, "--stop", "unheard", "--stop", stop)
+    assert result["text"] == text[: text.index(stop)]
+    assert (result["stop_reason"], result["stop_string"]) == ("stop", stop)
+    assert result["settings"]["stop"] == ["unheard", stop]
+    assert main([str(chat_bundle), *flags, "--stop", stop, "--threads", "1"]) == 0
+    assert capsys.readouterr().out == result["text"] + "\n"
+
+
+def test_logprobs_are_in_the_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ids", "5,6,7", "--max-new-tokens", "3", "--ignore-eos"]
+    result = _json(capsys, str(bundle), *flags, "--logprobs", "2", "--prompt-logprobs", "--prefill", "full")
+    assert [entry["id"] for entry in result["logprobs"]] == result["new_token_ids"]
+    for entry in result["logprobs"]:
+        assert entry["likeliest"][0] == [entry["id"], entry["logprob"]] and len(entry["likeliest"]) == 2
+    assert result["prompt_logprobs"][0] is None and len(result["prompt_logprobs"]) == 3
+    plain = _json(capsys, str(bundle), *flags)
+    assert plain["logprobs"] is None and plain["prompt_logprobs"] is None
+
+
+def test_prompt_logprobs_of_the_pruned_prefill_are_refused(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle), "--ids", "5,6", "--json", "--prompt-logprobs"]) == 2
+    assert "the pruned graph has no head" in capsys.readouterr().err
+
+
+def test_a_sink_that_the_fit_does_not_cover_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_bundle(tmp_path, plan=Plan(L, SKIPPED, "user", SKIPPED), windows=Windows(4, 2))
+    assert main([str(folder), "--ids", "5,6", "--json", "--sink-tokens", "0"]) == 2
+    assert "sink_tokens: expected at least 4, found 0" in capsys.readouterr().err
+    assert _json(capsys, str(folder), "--ids", "5,6", "--sink-tokens", "0", "--prefill", "full")["new_token_ids"]
+
+
+# Chat
+
+
+def test_chat_answers_line_by_line(
+    chat_bundle: Path,
+    chat_model: pop_runtime.Model,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = ["--chat", "--system", "S", "--max-new-tokens", "4", "--ignore-eos", "--threads", "1"]
+    conversation = chat_model.conversation()
+    conversation.append({"role": "system", "content": "S"})
+    texts = []
+    for line in ("a", "b"):
+        conversation.append(line)
+        generation = conversation.generate(max_new_tokens=4, ignore_eos=True)
+        list(generation)
+        texts.append(generation.text)
+    _stdin(monkeypatch, b"a\n\nb\n/exit\nnever\n")
+    assert main([str(chat_bundle), *flags, "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "".join(text + "\n" for text in texts)
+    assert captured.err.count("time to first token") == 2
+    _stdin(monkeypatch, b"a\nb")
+    result = _json(capsys, str(chat_bundle), *flags)
+    assert [turn["text"] for turn in result["turns"]] == texts
+    assert result["num_tokens"] == len(conversation)
+    assert result["num_pruned_tokens"] == conversation.provenance.count("pruned") > 0
+
+
+def test_chat_takes_a_turn_back(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [str(chat_bundle), "--chat", "--max-new-tokens", "3", "--ignore-eos"]
+    _stdin(monkeypatch, b"a\nb\n/undo\nc\n")
+    turns = _json(capsys, *flags)["turns"]
+    _stdin(monkeypatch, b"a\nc\n")
+    assert _json(capsys, *flags)["turns"][1]["new_token_ids"] == turns[2]["new_token_ids"]
+
+
+def test_a_line_that_does_not_fit_is_refused_at_a_terminal_and_ends_a_pipe(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [str(chat_bundle), "--chat", "--max-new-tokens", "2", "--ignore-eos", "--threads", "1"]
+    _stdin(monkeypatch, b"x" * 90 + b"\n/undo\na\n")
+    assert main(flags) == 2
+    assert "expected fewer than 64 tokens" in capsys.readouterr().err
+    lines = iter(["x" * 90, "/undo", "a"])
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    _stdin(monkeypatch, b"", is_terminal=True)
+    monkeypatch.setattr("builtins.input", read)
+    assert main(flags) == 0
+    captured = capsys.readouterr()
+    assert "expected fewer than 64 tokens" in captured.err and "undo: expected at least one turn" in captured.err
+    assert captured.out.endswith("\n") and captured.out.count("\n") >= 1
+
+
+def test_an_interrupt_at_a_terminal_ends_the_answer_and_not_the_chat(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, answers = iter(["a", "b"]), iter([True, False])
+
+    def read(prompt: str) -> str:
+        return next(lines, "/exit")
+
+    advance = pop_runtime.Generation.__next__
+    interrupt = {"due": 0}
+
+    def interrupted(self: pop_runtime.Generation) -> pop_runtime.Token:
+        if len(self.tokens) == 2 and next(answers, False):
+            interrupt["due"] += 1
+            raise KeyboardInterrupt
+        return advance(self)
+
+    monkeypatch.setattr(pop_runtime.Generation, "__next__", interrupted)
+    _stdin(monkeypatch, b"", is_terminal=True)
+    monkeypatch.setattr("builtins.input", read)
+    assert main([str(chat_bundle), "--chat", "--max-new-tokens", "5", "--ignore-eos", "--json", "--threads", "1"]) == 0
+    turns = json.loads(capsys.readouterr().out)["turns"]
+    assert [(turn["stop_reason"], turn["num_new_tokens"]) for turn in turns] == [("cancelled", 2), ("length", 5)]
+    assert interrupt["due"] == 1
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +272,13 @@ def test_a_system_message_stands_before_the_prompt(
         (["--ids", "5", "--json", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
         (["--ids", "5", "--system", "x"], "--system: expected a prompt for the chat template"),
         (["--prompt", "hi", "--raw", "--system", "x"], "--system: expected a prompt for the chat template"),
+        (["--chat", "--raw"], "--chat: expected messages for the chat template"),
+        (["--chat"], "expected a chat template for --chat, found none"),
+        (["--ids", "5", "--logprobs", "2"], "--logprobs: expected --json"),
+        (["--ids", "5", "--prompt-logprobs"], "--prompt-logprobs: expected --json"),
+        (["--ids", "5", "--json", "--stop", "x"], "stop: expected a tokenizer"),
+        (["--ids", "5", "--json", "--min-p", "2"], "min_p: expected a number from 0 to 1"),
+        (["--ids", "5", "--json", "--prefill-chunk-tokens", "0"], "prefill_chunk_tokens: expected at least 1"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_2(
@@ -158,7 +308,8 @@ def test_bytes_on_stdin_that_are_no_text_are_a_usage_error(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--prompt", "a", "--ids", "5"], ["--prefill", "half"], ["--top-k", "x"], ["--what"]]
+    "arguments",
+    [["--prompt", "a", "--ids", "5"], ["--prompt", "a", "--chat"], ["--prefill", "half"], ["--top-k", "x"], ["--what"]],
 )
 def test_flags_that_cannot_be_are_refused_by_the_parser(bundle: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

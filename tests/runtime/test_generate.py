@@ -48,8 +48,8 @@ def test_the_twin_can_see_what_pruning_changes() -> None:
 def test_windows_and_chunks_decide_which_tokens_are_pruned(
     model: pop_runtime.Model, sink: int, boundary: int, chunk: int
 ) -> None:
-    sequence = Sequence(model.sessions, allocate_cache(model.manifest, 1, 50), chunk_tokens=chunk)
-    logits = sequence.append(PROMPT, windows=Windows(sink, boundary))
+    sequence = Sequence(model.sessions, allocate_cache(model.manifest, 1, 50))
+    logits = sequence.append(PROMPT, windows=Windows(sink, boundary), chunk_tokens=chunk)
     twin, end = Twin(tiny_weights()), len(PROMPT) - boundary
     wanted = [twin.feed(token, sink <= index < end) for index, token in enumerate(PROMPT)][-1]
     np.testing.assert_allclose(logits, wanted, atol=ATOL)

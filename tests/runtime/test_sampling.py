@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -15,13 +16,15 @@ from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.sampling import (
     Sampler,
     SamplingSettings,
+    likeliest,
+    log_probabilities,
     process_logits,
     settings_in_force,
     split_mix_64,
     unknown_settings,
 )
 
-FILE = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
+FILE = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "min_p": 0.02}
 
 
 def _logits(seed: int = 0, size: int = 300) -> np.ndarray:
@@ -35,6 +38,7 @@ def _transformers(logits: np.ndarray, seen: list[int], settings: SamplingSetting
         steps.append(TemperatureLogitsWarper(settings.temperature))
         steps += [TopKLogitsWarper(settings.top_k)] if settings.top_k else []
         steps += [TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else []
+        steps += [MinPLogitsWarper(settings.min_p)] if settings.min_p else []
     scores = torch.tensor(logits)[None]
     for step in steps:
         scores = step(torch.tensor([seen]), scores)
@@ -51,6 +55,9 @@ def _transformers(logits: np.ndarray, seen: list[int], settings: SamplingSetting
         SamplingSettings(True, 0.3, 0, 0.5, 1.0),
         SamplingSettings(True, 1.0, 1000, 0.01, 1.0),
         SamplingSettings(False, 1.0, 0, 1.0, 1.7),
+        SamplingSettings(True, 1.5, 0, 1.0, 1.0, min_p=0.1),
+        SamplingSettings(True, 2.0, 30, 0.95, 1.2, min_p=0.05),
+        SamplingSettings(True, 1.0, 0, 1.0, 1.0, min_p=1.0),
     ],
 )
 def test_processed_logits_are_those_of_transformers(settings: SamplingSettings, seed: int) -> None:
@@ -64,11 +71,11 @@ def test_processed_logits_are_those_of_transformers(settings: SamplingSettings, 
 
 def test_settings_come_from_the_file() -> None:
     settings = settings_in_force(FILE, seed=4)
-    assert settings == SamplingSettings(True, 0.7, 20, 0.9, 1.3, 4)
+    assert settings == SamplingSettings(True, 0.7, 20, 0.9, 1.3, 4, 0.02)
 
 
 def test_arguments_override_the_file() -> None:
-    settings = settings_in_force(FILE, temperature=0.5, top_k=0, top_p=1, repetition_penalty=1, seed=1)
+    settings = settings_in_force(FILE, temperature=0.5, top_k=0, top_p=1, min_p=0, repetition_penalty=1, seed=1)
     assert settings == SamplingSettings(True, 0.5, 0, 1.0, 1.0, 1)
 
 
@@ -94,7 +101,7 @@ def test_a_drawn_seed_is_shown_and_differs() -> None:
     [
         ("temperature", -1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
         ("top_p", 2), ("top_p", 0), ("top_p", -0.1), ("top_k", -1), ("top_k", 1.5), ("top_k", True),
-        ("repetition_penalty", 0), ("repetition_penalty", -1),
+        ("repetition_penalty", 0), ("repetition_penalty", -1), ("min_p", -0.1), ("min_p", 1.1), ("min_p", "x"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_and_the_place_is_named(name: str, value: Any) -> None:
@@ -112,7 +119,19 @@ def test_a_do_sample_that_is_no_truth_value_is_refused() -> None:
 def test_settings_that_are_not_applied_are_listed() -> None:
     config = {"num_beams": 4, "min_p": 0.1, "typical_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": [],
               "penalty_alpha": None, "eos_token_id": 3, "bad_words_ids": [[1]]}  # fmt: skip
-    assert unknown_settings(config) == ["num_beams", "min_p", "bad_words_ids"]
+    assert unknown_settings(config) == ["num_beams", "bad_words_ids"]
+
+
+def test_log_probabilities_are_those_of_the_softmax() -> None:
+    scores = log_probabilities(_logits())
+    np.testing.assert_allclose(scores, torch.tensor(_logits()).double().log_softmax(-1).numpy(), atol=1e-12)
+
+
+def test_the_likeliest_come_highest_first_and_the_lowest_id_first_among_equals() -> None:
+    scores = np.array([1.0, 3.0, 2.0, 3.0, 2.0])
+    assert likeliest(scores, 0) == []
+    assert likeliest(scores, 3) == [1, 3, 2]
+    assert likeliest(scores, 5) == [1, 3, 2, 4, 0]
 
 
 def test_greedy_takes_the_first_highest_logit() -> None:

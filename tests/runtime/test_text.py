@@ -17,7 +17,7 @@ def tokenizer() -> Tokenizer:
 def _stream(tokenizer: Tokenizer | None, ids: list[int]) -> list[list[Token]]:
     """Return what each push, and last the flush, hands out."""
     stream = TextStream(tokenizer)
-    return [*(list(stream.push(token)) for token in ids), list(stream.flush())]
+    return [*(list(stream.push(Token(token, ""))) for token in ids), list(stream.flush())]
 
 
 def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:

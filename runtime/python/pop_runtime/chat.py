@@ -80,9 +80,7 @@ def render_chat(
     Raises:
         UsageError: a message lacks role or content, or the template refuses the conversation.
     """
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise UsageError(f"prompt, message {index}: expected role and content, found {message!r}")
+    check_messages(messages)
     try:
         return template.render(
             **tokens, messages=[dict(message) for message in messages], tools=None, documents=None,
@@ -93,6 +91,13 @@ def render_chat(
         raise UsageError(
             f"chat template: expected messages it accepts, found {reason}; change roles or order"
         ) from error
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise UsageError unless every message has a role and a content."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise UsageError(f"prompt, message {index}: expected role and content, found {message!r}")
 
 
 def _to_json(

@@ -10,28 +10,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pop_runtime.errors import PopError, UsageError
+from pop_runtime.flags import check_flags, make_parser, options_of
 
 if TYPE_CHECKING:
     from pop_runtime.generate import Generation
     from pop_runtime.model import Model, Prompt
 
-_EXAMPLES = """\
-examples:
-  pop-run out/smollm2 --prompt "Why is the sky blue?"        chat template, if the bundle has one
-  pop-run out/smollm2 --prompt "Once upon a time" --raw      the text as it is
-  pop-run out/smollm2 --system "Answer in verse." < question.txt
-  pop-run out/smollm2 --prompt "A name for a cat" --temperature 0.8 --top-p 0.95 --seed 7
-  pop-run out/smollm2 --prompt "..." --stats                 time to first token, tokens per second, settings
-  pop-run out/smollm2 --prompt "..." --prefill full          the exact model, to compare with
-  pop-run out/smollm2 --ids 5,6,7 --json                     token ids in, one JSON object out; no tokenizer needed
-
-exit codes: 0 done, 2 usage, 3 bundle, 4 ONNX Runtime, 130 interrupted
-"""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error a user can cause is one line on stderr."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
@@ -48,52 +36,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return the argument parser."""
-    parser = argparse.ArgumentParser(
-        prog="pop-run", description="Stream text from a bundle made by pop-export.", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("dir", help="the bundle's folder")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; without it and --ids it is read from stdin")
-    prompt.add_argument("--ids", metavar="N,N,...", help="the prompt as token ids")
-    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="stop after so many tokens (default 256)")
-    parser.add_argument(
-        "--prefill", choices=("pop", "full"), default="pop", help="pruned or exact reading of the prompt"
-    )
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy; default: generation_config.json")
-    parser.add_argument("--top-p", type=float, metavar="X", help="keep the likeliest tokens up to this probability")
-    parser.add_argument("--top-k", type=int, metavar="N", help="keep the N likeliest tokens; 0 is no limit")
-    parser.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 makes seen tokens less likely")
-    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
-    parser.add_argument("--sink-tokens", type=int, metavar="N", help="first tokens read in full; default: the bundle's")
-    parser.add_argument(
-        "--boundary-tokens", type=int, metavar="N", help="last tokens read in full; default: the bundle's"
-    )
-    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at an end token")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads (default: the cores this process may use)")
-    parser.add_argument("--low-memory", action="store_true", help="share the weights between prefill and decode")
-    parser.add_argument("--stats", action="store_true", help="print speed and the settings in force on stderr")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the files' sha256 with the manifest")
-    return parser
-
-
 def _run(arguments: argparse.Namespace) -> None:
     """Load, generate and print."""
     from pop_runtime.model import load  # here, so that --help and usage errors need no onnxruntime
 
-    prompt = _prompt(arguments)
+    check_flags(arguments)
+    prompt = None if arguments.chat else _prompt(arguments)
     model = load(arguments.dir, arguments.threads, verify=not arguments.no_verify, low_memory=arguments.low_memory)
-    generation = model.generate(
-        prompt, max_new_tokens=arguments.max_new_tokens, prefill=arguments.prefill, raw=arguments.raw,
-        temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
-        repetition_penalty=arguments.repetition_penalty, seed=arguments.seed, sink_tokens=arguments.sink_tokens,
-        boundary_tokens=arguments.boundary_tokens, ignore_eos=arguments.ignore_eos,
-    )  # fmt: skip
+    if prompt is None:
+        _chat(arguments, model)
+        return
+    generation = model.generate(prompt, **options_of(arguments))
     if arguments.ids is not None and not arguments.json and model.tokenizer is None:
         raise UsageError(f"{arguments.dir}: expected a tokenizer to print text, found none; add --json")
     for note in _notes(arguments, model, generation):
@@ -108,10 +61,36 @@ def _run(arguments: argparse.Namespace) -> None:
         print(_stats_text(generation), file=sys.stderr)
 
 
+def _chat(arguments: argparse.Namespace, model: Model) -> None:
+    """Hold a conversation; with --json its answers are printed at the end, in one object."""
+    from pop_runtime.chat_cli import chat
+    from pop_runtime.request import make_request
+
+    if model.chat_template is None:
+        raise UsageError(f"{arguments.dir}: expected a chat template for --chat, found none; give --prompt")
+    make_request(model.defaults, options_of(arguments), [0])  # refuses options before the first line is read
+    conversation, turns = model.conversation(), list[dict[str, Any]]()
+    if arguments.system is not None:
+        conversation.append({"role": "system", "content": arguments.system})
+
+    def answered(generation: Generation) -> None:
+        if not turns:
+            for note in _notes(arguments, model, generation):
+                print(f"pop-run: note: {note}", file=sys.stderr)
+        turns.append(_result(model, generation))
+        if arguments.stats:
+            print(_stats_text(generation), file=sys.stderr)
+
+    options = options_of(arguments)
+    del options["raw"]
+    chat(conversation, options, not arguments.json, answered)
+    if arguments.json:
+        counts = {"num_tokens": len(conversation), "num_pruned_tokens": conversation.provenance.count("pruned")}
+        print(json.dumps({"turns": turns, **counts}))
+
+
 def _prompt(arguments: argparse.Namespace) -> Prompt:
     """Return the prompt that the flags, or stdin, give."""
-    if arguments.system is not None and (arguments.raw or arguments.ids is not None):
-        raise UsageError("--system: expected a prompt for the chat template, found --raw or --ids; leave one out")
     if arguments.ids is not None:
         try:
             return [int(part) for part in arguments.ids.replace(",", " ").split()]
@@ -137,7 +116,7 @@ def _notes(arguments: argparse.Namespace, model: Model, generation: Generation) 
     """Return what was asked for and will have no effect."""
     notes = [f"generation_config.json sets {name}, which pop-run does not apply" for name in model.ignored_settings]
     if not generation.request.sampling.do_sample:
-        given = [name for name in ("top_p", "top_k", "seed") if getattr(arguments, name) is not None]
+        given = [name for name in ("top_p", "top_k", "min_p", "seed") if getattr(arguments, name) is not None]
         flags = [f"--{name.replace('_', '-')}" for name in given]
         notes += [f"{flag} has no effect on greedy choice; give --temperature above 0" for flag in flags]
     return notes
@@ -151,9 +130,14 @@ def _result(model: Model, generation: Generation) -> dict[str, Any]:
         "new_token_ids": generation.token_ids,
         "text": None if model.tokenizer is None else generation.text,
         "stop_reason": generation.stop_reason,
+        "stop_string": generation.stop_string,
+        "logprobs": _logprobs(generation),
+        "prompt_logprobs": generation.prompt_logprobs,
         "time_to_first_token_ms": stats.time_to_first_token_ms,
         "tokens_per_second": stats.tokens_per_second,
         "num_prompt_tokens": stats.num_prompt_tokens,
+        "num_past_tokens": stats.num_past_tokens,
+        "num_rewound_tokens": stats.num_rewound_tokens,
         "num_pruned_tokens": stats.num_pruned_tokens,
         "num_new_tokens": stats.num_new_tokens,
         "prefill": generation.request.prefill,
@@ -164,6 +148,16 @@ def _result(model: Model, generation: Generation) -> dict[str, Any]:
         "settings": stats.settings,
         "ignored_settings": model.ignored_settings,
     }
+
+
+def _logprobs(generation: Generation) -> list[dict[str, Any]] | None:
+    """Return log-probability (nats) and alternatives of each new token; None unless asked for."""
+    if generation.request.logprobs is None:
+        return None
+    return [
+        {"id": token.id, "logprob": token.logprob, "likeliest": [list(pair) for pair in token.alternatives]}
+        for token in generation.tokens
+    ]
 
 
 def _stats_text(generation: Generation) -> str:

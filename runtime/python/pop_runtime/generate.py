@@ -1,46 +1,22 @@
-"""The decode loop: one token after another from a sequence, as text that streams."""
+"""One answer as an iterator: read the turn, then one token after another, as text that streams."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
-from pop_runtime.manifest import Windows
-from pop_runtime.sampling import Sampler, SamplingSettings
-from pop_runtime.sequence import Prefill, Sequence
-from pop_runtime.text import TextStream, Token, decode
-
-StopReason = Literal["end", "length"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """Everything that decides a generation, defaults filled in."""
-
-    prompt_token_ids: tuple[int, ...]
-    max_new_tokens: int  # what was asked for
-    limit_tokens: int  # what the sequence has room for, at most `max_new_tokens`
-    prefill: Prefill
-    windows: Windows
-    sampling: SamplingSettings
-    end_token_ids: frozenset[int]  # empty when end tokens are ignored
-    threads: int
-
-    def in_force(self) -> dict[str, Any]:
-        """Return the settings for people and programs to read."""
-        return {
-            "prefill": self.prefill,
-            **dataclasses.asdict(self.windows),
-            **dataclasses.asdict(self.sampling),
-            "max_new_tokens": self.max_new_tokens,
-            "end_token_ids": sorted(self.end_token_ids),
-            "threads": self.threads,
-        }
+from pop_runtime.answer import Answer, StopReason
+from pop_runtime.cancel import Cancellation, Cancelled
+from pop_runtime.request import Request
+from pop_runtime.sampling import log_probabilities
+from pop_runtime.sequence import Sequence
+from pop_runtime.text import Token
 
 
 @dataclass(frozen=True)
@@ -49,6 +25,7 @@ class Stats:
 
     num_prompt_tokens: int
     num_past_tokens: int  # of earlier turns, already in the cache
+    num_rewound_tokens: int  # cached tokens that had to go because a conversation no longer begins with them
     num_pruned_tokens: int  # prompt tokens of this turn that went through the pruned graph
     num_new_tokens: int
     time_to_first_token_ms: float | None  # None before the first token
@@ -59,28 +36,76 @@ class Stats:
 class Generation(Iterator[Token]):
     """An iterator over the tokens of one answer; work starts with the first `next`.
 
-    The end token is not among the tokens: it ends the iteration with `stop_reason` "end". "length" means that
-    `max_new_tokens` or the capacity was reached.
+    The end token is not among the tokens. `stop_reason` says why the answer ended: "end" (an end token), "stop" (a stop
+    string, named by `stop_string`), "length" (`max_new_tokens` or the capacity) or "cancelled".
+
+    A generation may be left at any time: `close()` from the thread that iterates, `cancel()` from any. The sequence
+    then holds what it held before if the prompt was still being read, else the tokens that were handed out. Tokens that
+    reach into a stop string leave the sequence.
     """
 
-    def __init__(self, sequence: Sequence, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, sequence: Sequence, request: Request, tokenizer: Tokenizer | None,
+        num_rewound: int = 0, on_end: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.request = request
         self.sequence = sequence
-        self.token_ids: list[int] = []
-        self.stop_reason: StopReason | None = None
-        self._tokenizer = tokenizer
-        self._num_past, self._num_pruned = len(sequence), 0
+        self.tokens: list[Token] = []  # handed out
+        self.prompt_logprobs: list[float | None] | None = None  # nats, None for the first; None unless asked for
+        seen = [*sequence.token_ids, *request.prompt_token_ids]
+        self._answer = Answer(request, tokenizer, sequence.vocab_size, seen)
+        self._stop_reason: StopReason | None = None
+        self._cancellation = Cancellation()
+        self._on_end = on_end
+        self._num_past, self._num_pruned, self._num_rewound = len(sequence), 0, num_rewound
+        self._settled = deque[Token]()  # to be handed out
+        self._has_begun = self._has_ended = False
         self._first_s: float | None = None
         self._rest_s, self._num_timed = 0.0, 0
-        self._stream = self._streamed(TextStream(tokenizer))
 
-    def __next__(self) -> Token:
-        return next(self._stream)
+    def __next__(self) -> Token:  # no generator: one that refers to self would keep the cache until a collection
+        try:
+            while not self._settled and self.stop_reason is None:
+                self._advance()
+            self._cancellation.check()
+        except Cancelled:
+            self._end()
+        except BaseException:  # an interrupt from the keyboard too
+            self._end()
+            raise
+        if not self._settled:
+            self._end()
+            raise StopIteration
+        token = self._settled.popleft()
+        self.tokens.append(token)
+        if not self._settled and self.stop_reason is not None:
+            self._end()
+        return token
 
     @property
     def text(self) -> str:
-        """The text of the tokens so far."""
-        return decode(self._tokenizer, self.token_ids)
+        """The text of the tokens handed out."""
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def has_read_prompt(self) -> bool:
+        """Whether the prompt is in the sequence."""
+        return self._has_begun
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the answer so far; some may still be held back until their text is settled."""
+        return self._answer.token_ids
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the answer ended; None while it has not."""
+        return self._stop_reason or self._answer.stop_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer; None if none did."""
+        return self._answer.stop_string
 
     @property
     def stats(self) -> Stats:
@@ -88,6 +113,7 @@ class Generation(Iterator[Token]):
         return Stats(
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_past_tokens=self._num_past,
+            num_rewound_tokens=self._num_rewound,
             num_pruned_tokens=self._num_pruned,
             num_new_tokens=len(self.token_ids),
             time_to_first_token_ms=None if self._first_s is None else self._first_s * 1e3,
@@ -95,33 +121,85 @@ class Generation(Iterator[Token]):
             settings=self.request.in_force(),
         )
 
-    def _streamed(self, stream: TextStream) -> Iterator[Token]:
-        """Yield the chosen ids as tokens with text."""
-        for token in self._chosen():
-            self.token_ids.append(token)
-            yield from stream.push(token)
-        yield from stream.flush()
+    def cancel(self) -> None:
+        """End the iteration, from any thread: a run in progress is broken off and no further token comes."""
+        self._cancellation.cancel()
 
-    def _chosen(self) -> Iterator[int]:
-        """Yield one id after another, and set `stop_reason` before the last step."""
-        request, sequence = self.request, self.sequence
+    def close(self) -> None:
+        """End the iteration now, from the thread that iterates."""
+        self._end()
+
+    def _advance(self) -> None:
+        """Choose one more token, and put those whose text it settles in line."""
+        answer, sequence = self._answer, self.sequence
+        self._cancellation.check()
         started = time.perf_counter()
-        sampler = Sampler(request.sampling, sequence.vocab_size, [*sequence.token_ids, *request.prompt_token_ids])
-        logits = sequence.append(request.prompt_token_ids, request.prefill, request.windows)
-        self._num_pruned = sequence.num_pruned(self._num_past)
-        token = sampler.choose(logits)
-        self._first_s = time.perf_counter() - started
-        for count in range(1, request.limit_tokens + 1):
-            if token in request.end_token_ids:
-                self.stop_reason = "end"
-                return
+        if self._has_begun:
+            logits = sequence.step(self._cancellation)
+        else:
+            logits, self.prompt_logprobs = read_turn(sequence, self.request, self._cancellation)
+            self._num_pruned, self._has_begun = sequence.num_pruned(self._num_past), True
+        num_chosen = len(answer.token_ids)
+        self._settled.extend(answer.take(logits))
+        for token in answer.token_ids[num_chosen:]:  # none if it was an end token
             sequence.accept(token)
-            if count == request.limit_tokens:
-                self.stop_reason = "length"
-            yield token
-            if self.stop_reason:
-                return
-            started = time.perf_counter()
-            token = sampler.choose(sequence.step())
-            self._rest_s += time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        if self._first_s is None:
+            self._first_s = elapsed
+        else:
+            self._rest_s += elapsed
             self._num_timed += 1
+
+    def _end(self) -> None:
+        """Once: take back what was chosen and not handed out, or reaches into a stop string, and tell the owner."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if len(self.token_ids) > len(self.tokens) or self._answer.stop_reason is None:
+            self._stop_reason = "cancelled"
+            del self.token_ids[len(self.tokens) :]
+        if self._has_begun:
+            start = self._num_past + len(self.request.prompt_token_ids)
+            self.sequence.rewind(min(start + self._num_kept(), len(self.sequence)))
+        self._settled.clear()
+        if self._on_end is not None:
+            self._on_end()
+
+    def _num_kept(self) -> int:
+        """Return how many of the tokens handed out stay in the sequence."""
+        kept = len(self.tokens)
+        if self.stop_reason == "stop":
+            return kept - self._answer.num_cut_tokens
+        if self._settled:  # left among the tokens of one character
+            while kept and not self.tokens[kept - 1].text:
+                kept -= 1
+        return kept
+
+
+def read_turn(
+    sequence: Sequence, request: Request, cancellation: Cancellation | None = None
+) -> tuple[np.ndarray, list[float | None] | None]:
+    """Feed a request's prompt and return the logits after it, [V] float32, and the prompt's log-probabilities.
+
+    Without a prompt the answer goes on from the sequence's last token.
+
+    Raises:
+        BackendError: a session fails.
+        Cancelled: by `cancellation`; the sequence is what it was.
+    """
+    ids = request.prompt_token_ids
+    if not ids:
+        return sequence.step(cancellation), [] if request.prompt_logprobs else None
+    if not request.prompt_logprobs:
+        chunk, windows = request.prefill_chunk_tokens, request.windows
+        return sequence.append(ids, request.prefill, windows, chunk, cancellation), None
+    start = len(sequence)
+    try:
+        logits, scores = sequence.append(ids[:1], "full", cancellation=cancellation), list[float | None]([None])
+        for token in ids[1:]:  # one at a time: the decode graph gives the last position's logits only
+            scores.append(float(log_probabilities(logits)[token]))
+            logits = sequence.append([token], "full", cancellation=cancellation)
+    except BaseException:
+        sequence.rewind(start)
+        raise
+    return logits, scores

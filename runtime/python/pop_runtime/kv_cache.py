@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pop_runtime.cancel import Cancellation, Cancelled
 from pop_runtime.errors import BackendError
 from pop_runtime.manifest import Manifest
 from pop_runtime.sessions import ORT_TYPES, backend_error, onnxruntime
@@ -76,6 +77,19 @@ def allocate_cache(manifest: Manifest, batch: int, capacity: int) -> KvCache:
     return KvCache(manifest, buffers, np.full((batch, capacity), EMPTY, np.uint8))
 
 
+def grown_cache(cache: KvCache, capacity: int, num_cached: int) -> KvCache:
+    """Return a larger cache with the first `num_cached` positions of `cache`, which stays as it is.
+
+    Raises:
+        BackendError: the system refuses the memory.
+    """
+    grown = allocate_cache(cache.manifest, cache.batch, capacity)
+    for name, buffer in cache.buffers.items():
+        grown.buffers[name][:, :, :num_cached] = buffer[:, :, :num_cached]
+    grown.depth[:, :num_cached] = cache.depth[:, :num_cached]
+    return grown
+
+
 class BoundGraph:
     """One session bound to one cache: the KV buffers once, per run only the small inputs.
 
@@ -114,15 +128,17 @@ class BoundGraph:
         self._binding.bind_ortvalue_output(manifest.logits, value)
         self._values.append(value)
 
-    def run(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+    def run(self, ids: np.ndarray, lengths: np.ndarray, cancellation: Cancellation | None = None) -> None:
         """Feed new tokens and write their K and V in place.
 
         Args:
             ids: [B, S] int64, right-aligned in time: row b's tokens take its positions `lengths[b] - S .. lengths[b]`.
             lengths: [B] int64, tokens of each row after this run.
+            cancellation: ends the run when it is set; what the run has written until then counts for nothing.
 
         Raises:
             BackendError: ONNX Runtime fails.
+            Cancelled: the run was cancelled.
         """
         total = int(lengths.max())
         mask = self._ones[:, :total]  # [1, T]
@@ -136,8 +152,10 @@ class BoundGraph:
                 self._binding.bind_cpu_input(self._ids_name, np.ascontiguousarray(ids))
                 self._bound_tokens = ids.shape[1]
             self._binding.bind_cpu_input(self._mask_name, mask)
-            self._session.run_with_iobinding(self._binding)
+            self._session.run_with_iobinding(self._binding, None if cancellation is None else cancellation.run_options)
         except Exception as error:  # ONNX Runtime's errors share no base but Exception
+            if cancellation is not None and cancellation.is_set:
+                raise Cancelled from error
             raise backend_error(self._name, f"a run over {ids.shape[1]} tokens, {total} in all", error) from error
 
     def logits(self) -> np.ndarray:

@@ -5,45 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jinja2
 from tokenizers import Tokenizer
 
 from pop_runtime.batch import Completion, complete_batch
 from pop_runtime.chat import Message, compile_template, render_chat, special_tokens
+from pop_runtime.conversation import Conversation
 from pop_runtime.errors import ModelError, UsageError
-from pop_runtime.generate import Generation, Request
+from pop_runtime.generate import Generation
 from pop_runtime.kv_cache import allocate_cache
-from pop_runtime.manifest import Manifest, Windows, read_manifest, verify_files
-from pop_runtime.sampling import settings_in_force, unknown_settings
-from pop_runtime.sequence import Prefill, Sequence, check_prefill, check_windows, checked_ids
+from pop_runtime.manifest import Manifest, read_manifest, verify_files
+from pop_runtime.request import Defaults, Options, check_options, make_request
+from pop_runtime.sampling import unknown_settings
+from pop_runtime.sequence import Sequence, checked_ids
 from pop_runtime.sessions import SessionPair, open_pair
-from pop_runtime.text import decode, encode, open_tokenizer
+from pop_runtime.text import encode, open_tokenizer
 
-DEFAULT_NEW_TOKENS = 256
 Prompt = str | Items[Message] | Items[int]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keyword arguments of `Model.generate`; None takes what the bundle says."""
-
-    max_new_tokens: int | None = None  # None: 256
-    prefill: Prefill = "pop"
-    raw: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    sink_tokens: int | None = None
-    boundary_tokens: int | None = None
-    ignore_eos: bool = False
 
 
 def load(
@@ -79,6 +62,9 @@ class Model:
         self.folder, self.manifest, self.sessions = folder, manifest, sessions
         self.generation_config = self._read_json(manifest.generation_config)
         self.ignored_settings = unknown_settings(self.generation_config)
+        if self.generation_config.get("stop_strings") and manifest.tokenizer is None:
+            self.ignored_settings.append("stop_strings")
+        self.defaults = Defaults(manifest, self.generation_config, manifest.tokenizer is not None, sessions.threads)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -93,61 +79,56 @@ class Model:
         path = self.folder / self.manifest.chat_template
         return compile_template(_read_text(path), str(path))
 
-    def generate(
-        self, prompt: Prompt, *, sequence: Sequence | None = None, max_new_tokens: int | None = None,
-        prefill: Prefill = "pop", raw: bool = False, temperature: float | None = None, top_p: float | None = None,
-        top_k: int | None = None, repetition_penalty: float | None = None, seed: int | None = None,
-        sink_tokens: int | None = None, boundary_tokens: int | None = None, ignore_eos: bool = False,
-    ) -> Generation:  # fmt: skip
+    def generate(self, prompt: Prompt, *, sequence: Sequence | None = None, **options: Unpack[Options]) -> Generation:
         """Return an iterator over the answer's tokens; refusals come now, work starts with the first `next`.
 
         Args:
             prompt: text (one user message if the bundle has a chat template and not `raw`), chat messages, or token
                 ids.
             sequence: continues this one, with the prompt as its next turn; None starts a new one.
-            max_new_tokens: None is 256; fewer fit if prompt and answer reach the model's positions.
-            prefill: "pop" leaves the planned layers out while reading the prompt, "full" does not.
-            raw: takes text as it is, without the chat template.
-            temperature: 0 is greedy, above 0 samples; None leaves it to generation_config.json.
-            top_p: in (0, 1].
-            top_k: 0 is no limit.
-            repetition_penalty: above 0; 1 is none. Counts the prompt's tokens too.
-            seed: of the random numbers; None draws one, which `stats` shows.
-            sink_tokens: None takes the manifest's.
-            boundary_tokens: at least 1; None takes the manifest's.
-            ignore_eos: goes on to `max_new_tokens`, for measuring.
+            options: see `pop_runtime.Options`.
 
         Raises:
             UsageError: an argument out of range, an empty prompt or one that does not fit.
             ModelError: the tokenizer, the template or generation_config.json is damaged.
         """
-        options = Options(
-            max_new_tokens, prefill, raw, temperature, top_p, top_k, repetition_penalty, seed, sink_tokens,
-            boundary_tokens, ignore_eos,
-        )  # fmt: skip
-        ids = self.encode_prompt(prompt, raw, is_first_turn=sequence is None or len(sequence) == 0)
+        check_options(options)
+        is_first_turn = sequence is None or len(sequence) == 0
+        ids = self.encode_prompt(prompt, options.get("raw", False), is_first_turn)
         num_past, capacity = (0, None) if sequence is None else (len(sequence), sequence.capacity)
-        request = self._request(ids, options, num_past, capacity)
+        request = make_request(self.defaults, options, ids, num_past, capacity)
         if sequence is None:
             sequence = self.sequence(len(ids) + request.limit_tokens)
         return Generation(sequence, request, self.tokenizer)
 
-    def generate_batch(self, prompts: Items[Prompt], **options: Any) -> list[Completion]:
+    def generate_batch(self, prompts: Items[Prompt], **options: Unpack[Options]) -> list[Completion]:
         """Return the answers to several prompts, decoded together; each is what `generate` alone would give.
 
         Args:
-            prompts: at least one, each as for `generate`.
-            options: the keyword arguments of `generate` except `sequence`; one seed serves every row.
+            prompts: at least one, each as for `generate`, of any lengths.
+            options: see `pop_runtime.Options`; one seed serves every row.
 
         Raises:
             UsageError, ModelError: as for `generate`.
         """
-        chosen = Options(**options)
+        check_options(options)
         if isinstance(prompts, str) or len(prompts) == 0:
             raise UsageError(f"prompts: expected a list of at least one prompt, found {prompts!r}")
-        requests = [self._request(self.encode_prompt(prompt, chosen.raw), chosen) for prompt in prompts]
-        answers = complete_batch(self.sessions, self.manifest, requests)
-        return [Completion(ids, decode(self.tokenizer, ids), reason) for ids, reason in answers]
+        ids = [self.encode_prompt(prompt, options.get("raw", False)) for prompt in prompts]
+        requests = [make_request(self.defaults, options, prompt) for prompt in ids]
+        return complete_batch(self.sessions, self.manifest, self.tokenizer, requests)
+
+    def conversation(self, capacity: int | None = None) -> Conversation:
+        """Return an empty conversation, whose turns read only what is new.
+
+        Args:
+            capacity: the most tokens it may hold, allocated at once; None grows with the need up to the model's
+                positions.
+
+        Raises:
+            UsageError: `capacity` is not within 1 and the model's positions.
+        """
+        return Conversation(self, capacity)
 
     def sequence(self, capacity: int) -> Sequence:
         """Return an empty sequence that can hold `capacity` tokens, prompts and answers together.
@@ -167,8 +148,7 @@ class Model:
 
         Raises:
             UsageError: nothing to encode, no tokenizer or no template where one is needed, or text for a later turn
-                that is
-                not `raw`, since a template would open the conversation anew.
+                that is not `raw`, since a template would open the conversation anew (`conversation` can do it).
         """
         if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):
             return checked_ids(prompt, self.manifest)  # type: ignore[arg-type]
@@ -184,7 +164,8 @@ class Model:
             raise UsageError(f"{self.folder}: expected a chat template for messages, found none; give text instead")
         if not is_first_turn:
             raise UsageError(
-                "prompt: expected raw text or token ids for a later turn, found text for the chat template"
+                "prompt: expected raw text or token ids for a later turn, found text for the chat template; "
+                "use Model.conversation"
             )
         text = self.render_prompt(prompt)  # type: ignore[arg-type]
         return checked_ids(encode(self.tokenizer, text, add_special_tokens=False), self.manifest)
@@ -200,34 +181,6 @@ class Model:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         config = self._read_json(self.manifest.tokenizer_config)
         return render_chat(self.chat_template, messages, special_tokens(config))
-
-    def _request(self, ids: list[int], options: Options, num_past: int = 0, capacity: int | None = None) -> Request:
-        """Return the request for a turn, with every default filled in and every limit checked."""
-        asked = DEFAULT_NEW_TOKENS if options.max_new_tokens is None else options.max_new_tokens
-        if asked < 1:
-            raise UsageError(f"max_new_tokens: expected at least 1, found {asked}")
-        check_prefill(options.prefill)
-        own = self.manifest.windows
-        windows = Windows(
-            own.sink_tokens if options.sink_tokens is None else options.sink_tokens,
-            own.boundary_tokens if options.boundary_tokens is None else options.boundary_tokens,
-        )
-        check_windows(windows)
-        room = min(capacity or self.manifest.max_positions, self.manifest.max_positions)
-        total = num_past + len(ids)
-        if total >= room:
-            raise UsageError(
-                f"prompt: expected fewer than {room} tokens, so that one more fits, found {total}; shorten it"
-            )
-        sampling = settings_in_force(
-            self.generation_config, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-            repetition_penalty=options.repetition_penalty, seed=options.seed,
-        )  # fmt: skip
-        return Request(
-            prompt_token_ids=tuple(ids), max_new_tokens=asked, limit_tokens=min(asked, room - total),
-            prefill=options.prefill, windows=windows, sampling=sampling, threads=self.sessions.threads,
-            end_token_ids=frozenset() if options.ignore_eos else frozenset(self.manifest.eos_token_ids),
-        )  # fmt: skip
 
     def _read_json(self, name: str | None) -> dict[str, Any]:
         """Return the object in a JSON file of the bundle; empty without a file."""

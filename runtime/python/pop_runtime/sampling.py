@@ -1,7 +1,8 @@
 """From logits to the next token: the settings in force, the logit processors and the draw.
 
-The processors are those of transformers, in its order: repetition penalty, temperature, top-k, top-p. The random
-numbers are SplitMix64, which fits in a few lines of any language, so that one seed gives one text everywhere.
+The processors are those of transformers, in its order: repetition penalty, temperature, top-k, top-p, min-p. The
+random numbers are SplitMix64, which fits in a few lines of any language, so that one seed gives one text everywhere.
+docs/runtime.md states each step for other languages.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pop_runtime.errors import BackendError, ModelError, PopError, UsageError
 
 # Settings that change what transformers generates and that this runtime does not apply, with their neutral value.
 _UNKNOWN_SETTINGS: dict[str, object] = {
-    "num_beams": 1, "min_p": 0, "typical_p": 1, "top_h": 0, "epsilon_cutoff": 0, "eta_cutoff": 0, "min_length": 0,
+    "num_beams": 1, "typical_p": 1, "top_h": 0, "epsilon_cutoff": 0, "eta_cutoff": 0, "min_length": 0,
     "min_new_tokens": 0, "no_repeat_ngram_size": 0, "penalty_alpha": 0, "guidance_scale": 1, "suppress_tokens": (),
     "begin_suppress_tokens": (), "bad_words_ids": (), "sequence_bias": (), "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "exponential_decay_length_penalty": (), "stop_strings": (),
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": (),
 }  # fmt: skip
 
 
@@ -35,6 +36,7 @@ class SamplingSettings:
     top_p: float = 1.0  # in (0, 1]; 1: no limit
     repetition_penalty: float = 1.0  # > 0; 1: none
     seed: int = 0
+    min_p: float = 0.0  # in [0, 1], of the highest probability; 0: no limit
 
 
 def settings_in_force(
@@ -43,6 +45,7 @@ def settings_in_force(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     repetition_penalty: float | None = None,
     seed: int | None = None,
 ) -> SamplingSettings:
@@ -56,7 +59,8 @@ def settings_in_force(
         ModelError: a value of the file is.
     """
     arguments = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty,
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
     }  # fmt: skip
     for name, value in arguments.items():
         if value is not None:
@@ -81,6 +85,7 @@ def settings_in_force(
         top_p=float(merged.get("top_p", 1.0)),
         repetition_penalty=float(merged.get("repetition_penalty", 1.0)),
         seed=seed,
+        min_p=float(merged.get("min_p", 0.0)),
     )
 
 
@@ -117,7 +122,25 @@ def process_logits(logits: np.ndarray, seen: np.ndarray, settings: SamplingSetti
         removed = np.cumsum(_softmax(scores[ascending])) <= 1.0 - settings.top_p
         removed[-1] = False
         scores[ascending[removed]] = -np.inf
+    if settings.min_p > 0:
+        scores[scores < math.log(settings.min_p)] = -np.inf  # the highest score is 0
     return scores
+
+
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the natural logarithms of the softmax of logits [V] float32, as [V] float64."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    return scores - math.log(np.exp(scores).sum())
+
+
+def likeliest(scores: np.ndarray, count: int) -> list[int]:
+    """Return the ids of the `count` highest scores [V], highest first, the lowest id first among equals."""
+    if count == 0:
+        return []
+    candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])  # more than `count` only by ties
+    order = np.argsort(-scores[candidates], kind="stable")[:count]
+    return [int(token) for token in candidates[order]]
 
 
 class Sampler:
@@ -181,6 +204,7 @@ def _check(name: str, value: Any, place: str, error: type[PopError]) -> None:
         "temperature": ("a number of at least 0", finite and value >= 0),
         "top_k": ("a whole number of at least 0 (0: no limit)", finite and value >= 0),
         "top_p": ("a number above 0 and at most 1", finite and 0 < value <= 1),
+        "min_p": ("a number from 0 to 1", finite and 0 <= value <= 1),
         "repetition_penalty": ("a number above 0", finite and value > 0),
     }[name]
     if not holds:

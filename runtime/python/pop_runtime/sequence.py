@@ -9,8 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from pop_runtime.cancel import Cancellation
 from pop_runtime.errors import UsageError
-from pop_runtime.kv_cache import FULL, PRUNED, BoundGraph, KvCache
+from pop_runtime.kv_cache import EMPTY, FULL, PRUNED, BoundGraph, KvCache, grown_cache
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.schedule import Stage, plan_turn
 from pop_runtime.sessions import SessionPair
@@ -25,15 +26,21 @@ class Sequence:
     """Tokens and their KV cache, of batch 1.
 
     The last token that `accept` took is not in the cache yet: the next `step` or `append` feeds it, at full depth
-    like every generated token.
+    like every generated token. Whatever fails or is cancelled leaves the sequence as it was.
     """
 
-    def __init__(self, sessions: SessionPair, cache: KvCache, chunk_tokens: int = CHUNK_TOKENS) -> None:
-        self._manifest, self.cache, self._chunk_tokens = cache.manifest, cache, chunk_tokens
-        self._prefill = BoundGraph(sessions.prefill, cache, cache.manifest.prefill_graph, has_logits=False)
-        self._decode = BoundGraph(sessions.decode, cache, cache.manifest.decode_graph, has_logits=True)
+    def __init__(self, sessions: SessionPair, cache: KvCache) -> None:
+        self._sessions, self._manifest = sessions, cache.manifest
         self.token_ids: list[int] = []
         self.num_cached = 0  # tokens whose K and V are in the cache
+        self._bind(cache)
+
+    def _bind(self, cache: KvCache) -> None:
+        """Use this cache from now on."""
+        names = self._manifest
+        prefill = BoundGraph(self._sessions.prefill, cache, names.prefill_graph, has_logits=False)
+        decode = BoundGraph(self._sessions.decode, cache, names.decode_graph, has_logits=True)
+        self.cache, self._prefill, self._decode = cache, prefill, decode
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -57,28 +64,67 @@ class Sequence:
         """Return how many positions from `start` on went through the pruned graph."""
         return int((self.cache.depth[0, start : self.num_cached] == PRUNED).sum())
 
-    def append(self, ids: Iterable[int], prefill: Prefill = "pop", windows: Windows | None = None) -> np.ndarray:
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` tokens in all: at least twice the room there is, if more is needed.
+
+        Raises:
+            UsageError: the model has fewer positions.
+            BackendError: the system refuses the memory.
+        """
+        if capacity > self._manifest.max_positions:
+            raise UsageError(f"capacity: expected at most {self._manifest.max_positions} tokens, found {capacity}")
+        if capacity > self.capacity:
+            roomy = max(capacity, min(2 * self.capacity, self._manifest.max_positions))
+            self._bind(grown_cache(self.cache, roomy, self.num_cached))
+
+    def rewind(self, length: int) -> None:
+        """Forget every token from position `length` on.
+
+        Raises:
+            UsageError: `length` is not within 0 and the tokens there are.
+        """
+        if not 0 <= length <= len(self):
+            raise UsageError(f"rewind: expected a position of 0..{len(self)}, found {length}")
+        del self.token_ids[length:]
+        self.num_cached = min(self.num_cached, length)
+        self.cache.depth[0, length:] = EMPTY
+
+    def append(
+        self, ids: Iterable[int], prefill: Prefill = "pop", windows: Windows | None = None,
+        chunk_tokens: int = CHUNK_TOKENS, cancellation: Cancellation | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """Feed a turn's tokens after those already there and return the logits of the last one, [V] float32.
 
         Args:
             ids: the new tokens, at least one.
             prefill: "pop" runs what lies between the windows through the pruned graph, "full" nothing.
             windows: sink and boundary of this turn; None takes the manifest's.
+            chunk_tokens: longest stretch fed at once.
+            cancellation: ends the work when it is set.
 
         Raises:
-            UsageError: no ids, an id outside the embedding, more tokens than the sequence holds, an unknown `prefill`.
-            BackendError: a session fails; what was fed before stays valid.
+            UsageError: no ids, an id outside the embedding, more tokens than the sequence holds, an unknown `prefill`,
+                windows that the bundle's fit does not cover.
+            BackendError: a session fails.
+            Cancelled: by `cancellation`.
         """
         ids = checked_ids(ids, self._manifest)
         check_prefill(prefill)
+        check_chunk(chunk_tokens)
+        windows = windows or self._manifest.windows
+        check_windows(windows, self._manifest, prefill)
         self._check_room(len(ids))
-        if self.num_cached < len(self):
-            self.step()
-        chosen = (windows or self._manifest.windows) if prefill == "pop" else None
-        for stretch in plan_turn(len(self), len(ids), chosen, self._chunk_tokens):
-            piece = ids[stretch.start : stretch.stop]
-            self.feed(piece, stretch.stage)
-            self.token_ids.extend(piece)
+        start = len(self)
+        try:
+            if self.num_cached < start:
+                self.feed(self.token_ids[-1:], "decode", cancellation)
+            for stretch in plan_turn(start, len(ids), windows if prefill == "pop" else None, chunk_tokens):
+                piece = ids[stretch.start : stretch.stop]
+                self.feed(piece, stretch.stage, cancellation)
+                self.token_ids.extend(piece)
+        except BaseException:  # an interrupt from the keyboard too
+            self.rewind(start)
+            raise
         return self._decode.logits()[0]
 
     def accept(self, token: int) -> None:
@@ -91,10 +137,15 @@ class Sequence:
         self._check_room(1)
         self.token_ids.append(token)
 
-    def step(self) -> np.ndarray:
-        """Feed the accepted token through the full graph and return the logits after it, [V] float32."""
-        assert self.num_cached == len(self) - 1
-        self.feed(self.token_ids[-1:], "decode")
+    def step(self, cancellation: Cancellation | None = None) -> np.ndarray:
+        """Return the logits after the last token, [V] float32, fed through the full graph.
+
+        That is the accepted token, or, if it is in the cache already, the last token again.
+        """
+        if not self.token_ids:
+            raise UsageError("sequence: expected at least one token to go on from, found none; append some")
+        self.num_cached = len(self) - 1
+        self.feed(self.token_ids[-1:], "decode", cancellation)
         return self._decode.logits()[0]
 
     def _check_room(self, num_new: int) -> None:
@@ -105,7 +156,7 @@ class Sequence:
                 f"sequence: expected at most {self.capacity} tokens, found {total}; make a larger sequence"
             )
 
-    def feed(self, ids: Ids[int], stage: Stage) -> np.ndarray | None:
+    def feed(self, ids: Ids[int], stage: Stage, cancellation: Cancellation | None = None) -> np.ndarray | None:
         """Run one stretch through the graph of its stage: what `append` and `step` are made of.
 
         Its tokens count only once the run is over: after a failure the sequence is what it was before.
@@ -113,13 +164,14 @@ class Sequence:
         Args:
             ids: the next tokens, checked and with room for them.
             stage: "prefill" or "decode".
+            cancellation: ends the run when it is set.
 
         Returns:
             Logits of the last token, [V] float32; None from the prefill graph.
         """
         stop = self.num_cached + len(ids)
         graph = self._prefill if stage == "prefill" else self._decode
-        graph.run(np.array([ids], np.int64), np.array([stop], np.int64))
+        graph.run(np.array([ids], np.int64), np.array([stop], np.int64), cancellation)
         self.cache.depth[0, self.num_cached : stop] = PRUNED if stage == "prefill" else FULL
         self.num_cached = stop
         return None if stage == "prefill" else graph.logits()[0]
@@ -149,11 +201,29 @@ def checked_ids(ids: Iterable[int], manifest: Manifest) -> list[int]:
     return [int(token) for token in ids]
 
 
-def check_windows(windows: Windows) -> None:
-    """Raise UsageError unless the sink is at least 0 and the boundary at least 1 token."""
+def check_chunk(chunk_tokens: int) -> None:
+    """Raise UsageError unless a chunk is a whole number of at least 1 token."""
+    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise UsageError(f"prefill_chunk_tokens: expected at least 1, found {chunk_tokens!r}")
+
+
+def check_windows(windows: Windows, manifest: Manifest, prefill: str = "pop") -> None:
+    """Refuse windows that no turn can have, or that the pruned graph's projections were not fitted for.
+
+    Raises:
+        UsageError: the sink is below 0, the boundary below 1 token, or a fitted prefill graph is to be run with a
+            smaller sink than it was fitted for.
+    """
     if windows.sink_tokens < 0:
         raise UsageError(f"sink_tokens: expected at least 0, found {windows.sink_tokens}")
     if windows.boundary_tokens < 1:
         raise UsageError(
             f"boundary_tokens: expected at least 1 (the last token predicts the next), found {windows.boundary_tokens}"
+        )
+    is_fitted = bool(manifest.plan.refitted_layers or manifest.plan.surrogate_layers)
+    if prefill == "pop" and is_fitted and windows.sink_tokens < manifest.windows.sink_tokens:
+        raise UsageError(
+            f"sink_tokens: expected at least {manifest.windows.sink_tokens}, found {windows.sink_tokens}; the bundle's "
+            "K and V projections were fitted without those positions and do much more damage on them; raise it, use "
+            f"prefill 'full', or export again with --sink-tokens {windows.sink_tokens}"
         )

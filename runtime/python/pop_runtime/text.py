@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ class Token:
 
     id: int
     text: str
+    logprob: float | None = None  # nats, of the model's own distribution; None unless asked for
+    alternatives: tuple[tuple[int, float], ...] = ()  # the likeliest ids and their log-probabilities, highest first
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -57,7 +60,7 @@ def decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
 
 
 class TextStream:
-    """Turns ids into tokens with text, holding tokens back while a character is unfinished.
+    """Gives tokens their text, holding them back while a character is unfinished.
 
     The texts joined are the text of all ids together. (With a byte-fallback tokenizer that holds as long as the
     bytes are valid UTF-8: it re-reads a whole run of bytes as broken when one is, after parts of it were shown.)
@@ -67,12 +70,12 @@ class TextStream:
         self._tokenizer = tokenizer
         self._shown: list[int] = []  # the ids behind the last piece of text: a decoder may strip or join at the start
         self._held: list[int] = []  # ids after them
-        self._num_held = 0  # the last so many of `_held` were not handed out yet
+        self._tokens: list[Token] = []  # the last of `_held`, not handed out yet
 
-    def push(self, token: int) -> Iterator[Token]:
-        """Take the next id and yield what is settled: nothing within a character, else every token held."""
-        self._held.append(token)
-        self._num_held += 1
+    def push(self, token: Token) -> Iterator[Token]:
+        """Take the next token, its text empty, and yield what is settled: all held, or none within a character."""
+        self._held.append(token.id)
+        self._tokens.append(token)
         before = decode(self._tokenizer, self._shown)
         piece = decode(self._tokenizer, self._shown + self._held)[len(before) :]
         if not piece.endswith(_BROKEN):
@@ -80,16 +83,14 @@ class TextStream:
 
     def flush(self) -> Iterator[Token]:
         """Yield what is still held, at the end of the text: an unfinished character stays a replacement character."""
-        if self._num_held:
+        if self._tokens:
             before = decode(self._tokenizer, self._shown)
             yield from self._hand_out(decode(self._tokenizer, self._shown + self._held)[len(before) :])
 
     def _hand_out(self, piece: str) -> Iterator[Token]:
         """Yield the tokens not handed out yet, the text with the last of them."""
-        tokens = self._held[len(self._held) - self._num_held :]
-        self._num_held = 0
+        tokens, self._tokens = self._tokens, []
         if piece:
             self._shown, self._held = self._held, []
-        for token in tokens[:-1]:
-            yield Token(token, "")
-        yield Token(tokens[-1], piece)
+        yield from tokens[:-1]
+        yield dataclasses.replace(tokens[-1], text=piece)
