@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from pop_export.graph.fuse import Fusion, write_graph
 from pop_export.graph.passes.quantize_embedding import SAME_BYTES
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME, Manifest, sha256_of
@@ -94,8 +95,8 @@ def _replace(out: Path, staging: Path) -> None:
     shutil.rmtree(old)
 
 
-def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> None:
-    """Write several graphs over one file of weights; a weight of the same name is written once.
+def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> dict[str, Fusion]:
+    """Write several graphs, fused, over one file of weights; a weight of the same name is written once.
 
     So is one whose metadata says that it reads the bytes of another in a different shape (`SAME_BYTES`).
 
@@ -103,6 +104,9 @@ def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> None
         folder: where.
         graphs: by file name; changed in place: their weights point to the file afterwards.
         weights: file name of the weights.
+
+    Returns:
+        By file name, what was fused.
     """
     shared: dict[str, ir.TensorProtocol] = {}
     for model in graphs.values():
@@ -114,13 +118,14 @@ def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> None
         list(shared.values()), folder, weights, alignment=ALIGNMENT_BYTES, align_threshold=INLINE_BYTES
     )
     external = dict(zip(shared, written, strict=True))
-    weights_sha256 = sha256_of(folder / weights)
+    weights_sha256, fusions = sha256_of(folder / weights), {}
     for file_name, model in graphs.items():
         for value in model.graph.initializers.values():
             if _stored_as(value) in external:
                 value.const_value = _view(external[_stored_as(value)], value)
         model.graph.name = _graph_name(file_name, model, weights_sha256)
-        ir.save(model, folder / file_name)
+        fusions[file_name] = write_graph(model, folder / file_name)
+    return fusions
 
 
 def _graph_name(file_name: str, model: ir.Model, weights_sha256: str) -> str:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from pop_export.decoder import decoder_layers
 from pop_export.projections import Projection, linear_modules, output_axis
+from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.manifest import KvLayer, Windows
 
 NUM_TOKENS = 1024  # prompt that speedups are predicted for, the one that speed.py measures
@@ -51,6 +52,29 @@ def layer_costs(
     return tuple(costs)
 
 
+def prompt_work(
+    costs: Sequence[LayerCost], skipped: Collection[int], surrogates: Collection[int]
+) -> tuple[PromptWork, PromptWork]:
+    """Return the work of the full model and of a pruned prefill.
+
+    The last layer of the prefill graph never attends: nothing reads what it would leave.
+
+    Args:
+        costs: of every layer.
+        skipped: layers that only write K and V.
+        surrogates: those of them with a surrogate.
+    """
+    last = len(costs) - 1
+    kept = [cost for layer, cost in enumerate(costs) if layer not in skipped and layer != last]
+    cut = [(layer, cost) for layer, cost in enumerate(costs) if layer in skipped or layer == last]
+    writing = sum(cost.kv + (cost.surrogate if layer in surrogates else 0.0) for layer, cost in cut)
+    full, part = (
+        PromptWork(sum(cost.linear for cost in layers), sum(cost.attention for cost in layers))
+        for layers in (costs, kept)
+    )
+    return full, PromptWork(part.linear + writing, part.attention)
+
+
 def predicted_speedup(
     costs: Sequence[LayerCost],
     skipped: Collection[int],
@@ -60,9 +84,6 @@ def predicted_speedup(
 ) -> float:
     """Return the full model's work on a prompt over that of a turn with this plan, windows at full depth included.
 
-    ONNX Runtime's attention on the CPU computes the whole square of scores, so causality halves nothing here. The last
-    layer of the prefill graph never attends: nothing reads what it would leave.
-
     Args:
         costs: of every layer.
         skipped: layers that only write K and V.
@@ -70,15 +91,8 @@ def predicted_speedup(
         windows: tokens that run at full depth.
         num_tokens: prompt length.
     """
-    at_full_depth = min(num_tokens, windows.sink_tokens + windows.boundary_tokens)
-    full = sum(cost.linear + cost.attention * num_tokens for cost in costs)  # per token
-    pruned = sum(
-        cost.kv + (cost.surrogate if layer in surrogates else 0.0)
-        if layer in skipped or layer == len(costs) - 1
-        else cost.linear + cost.attention * num_tokens
-        for layer, cost in enumerate(costs)
-    )
-    return full * num_tokens / (full * at_full_depth + pruned * (num_tokens - at_full_depth))
+    full, pruned = prompt_work(costs, skipped, surrogates)
+    return speedup_limit(full, pruned, windows.sink_tokens + windows.boundary_tokens, num_tokens)
 
 
 def _num_features(module: nn.Module) -> int:

@@ -23,6 +23,7 @@ from pop_export.calibration.fitting_text import FittingText, fitting_text
 from pop_export.calibration.record import Calibration, read_calibration, write_calibration
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
 from pop_export.config import ExportConfig
+from pop_export.cost import prompt_work
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
 from pop_export.graph.build import build_decode_graph, kv_layout
@@ -110,7 +111,9 @@ def export(config: ExportConfig) -> Bundle:
         manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):
             # decode first: its bytes, and those of the weights, then do not depend on the plan
-            save_graphs(folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
+            fusions = save_graphs(
+                folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights
+            )
         with watch.stage("verify", "verifying against PyTorch"):
             verification, last_layer = _verified(
                 folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt, config.threads
@@ -125,7 +128,10 @@ def export(config: ExportConfig) -> Bundle:
         report = build_report(
             config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
         )
-        report |= measured | {"samples": answers}
+        report |= measured | {
+            "samples": answers,
+            "fusion": {name: dataclasses.asdict(fusions[name]) for name in fusions},
+        }
         manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
 
@@ -165,7 +171,9 @@ def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, 
     damage = lab.measure(fitted)
     chosen = lab.point(fitted, damage["all"].kl_mean_nats)
     quality = quality_summary(lab.settings.protocol, damage, choice.curve, chosen, len(choice.order))
-    return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality}
+    full, pruned = prompt_work(lab.costs, fitted.plan.skipped_layers, fitted.plan.surrogates)
+    work = {"full": dataclasses.asdict(full), "pruned": dataclasses.asdict(pruned)}
+    return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality, "work": work}
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:

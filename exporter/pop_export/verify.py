@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pop_export.decoder import largest_attention_window, max_positions_of
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.fuse import write_graph
 from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime import sequence as runtime_sequence
@@ -124,7 +125,7 @@ def verify_last_layer(
     """
     last_layer = len(manifest.kv_layers) - 1
     name = "last-layer-check.onnx"
-    ir.save(cut_prefill_graph(decode, PrefillPlan(frozenset({last_layer}))), folder / name)
+    write_graph(cut_prefill_graph(decode, PrefillPlan(frozenset({last_layer}))), folder / name)
     try:
         sessions = open_pair(folder, dataclasses.replace(manifest, prefill_graph=name), threads)
     finally:
@@ -166,7 +167,7 @@ def verify_quantized(
     try:
         for copy, name in zip(copies, (exact.decode_graph, exact.prefill_graph), strict=True):
             exact_kernels(copy)
-            ir.save(copy, folder / name)
+            write_graph(copy, folder / name)
         proof = verify(folder, exact, model, plan, ids, threads)
         last_layer = verify_last_layer(folder, exact, copies[0], model, ids, threads)
     finally:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
-import onnx_ir as ir
 import pytest
 import torch
 
 import pop_runtime
 from pop_export import ExportConfig
-from pop_export.bundle import Bundle
+from pop_export.bundle import Bundle, save_graphs
 from pop_export.checkpoint import Checkpoint, load_checkpoint
+from pop_export.graph.build import build_decode_graph
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.layer_plan import parse_layers
 from pop_export.pipeline import export
@@ -73,13 +70,12 @@ def test_the_weights_file_holds_the_embedding_once(bundle):
 
 def test_a_scattered_plan_equals_its_twin(bundle, smollm2, tmp_path):
     skipped = parse_layers("5,12-14,18,20-29", 30)
-    decode = ir.load(bundle.folder / "decode.onnx")
-    name = "scattered.onnx"
-    folder = _linked(bundle.folder, tmp_path)
-    ir.save(cut_prefill_graph(decode, PrefillPlan(frozenset(skipped))), folder / name)
-    manifest = dataclasses.replace(bundle.manifest, prefill_graph=name)
+    plan, manifest = PrefillPlan(frozenset(skipped)), bundle.manifest
+    decode = build_decode_graph(smollm2.model, manifest.kv_layers)  # a written one is fused and cannot be cut
+    graphs = {manifest.decode_graph: decode, manifest.prefill_graph: cut_prefill_graph(decode, plan)}
+    save_graphs(tmp_path, graphs, manifest.weights)
     ids = smollm2.tokenizer(QUESTION * 20)["input_ids"][: prompt_length(smollm2.model) + NUM_STEPS]
-    found = verify(folder, manifest, smollm2.model, PrefillPlan(frozenset(skipped)), ids, threads=None)
+    found = verify(tmp_path, manifest, smollm2.model, plan, ids, threads=None)
     assert max(check.largest_difference for check in found.checks) <= 1e-3
 
 
@@ -97,10 +93,3 @@ def test_the_full_prefill_answers_like_transformers(bundle, smollm2):
 def test_the_pair_answers_the_question_in_words(bundle):
     text = "".join(token.text for token in pop_runtime.load(bundle.folder).generate(QUESTION, max_new_tokens=48))
     assert "sky" in text.lower() or "light" in text.lower()
-
-
-def _linked(source: Path, target: Path) -> Path:
-    """Return a folder with copies of the graphs and the weights (ONNX refuses links to external data)."""
-    for name in ("decode.onnx", "weights.bin"):
-        (target / name).write_bytes((source / name).read_bytes())
-    return target

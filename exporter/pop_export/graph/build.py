@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from pop_export.family import kv_layout
 from pop_export.graph.attention_form import choose_attention
+from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED
 from pop_export.graph.passes.resolve_markers import resolve_markers
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
 from pop_export.graph.trace import trace_decode_graph
@@ -37,6 +38,8 @@ def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -
             f"{type(model).__name__}: its code cannot be traced into a graph ({deepest_line(error)}); "
             "this family is not supported"
         ) from error
+    if not form.fused:
+        graph.metadata_props[WHY_ATTENTION_IS_NOT_FUSED] = form.reason
     _hold_tensors(graph)
     _name_weights_as_checkpoint(graph)
     store_weights_as_read(graph)

@@ -1,0 +1,93 @@
+"""`pop-bench`: what a bundle costs in time and memory, beside other engines in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from pop_runtime.bench.engines import PEERS
+from pop_runtime.bench.measure import Settings, measure
+from pop_runtime.bench.output import plot, table, write_csv
+from pop_runtime.errors import BackendError, PopError, UsageError
+
+_EXAMPLES = """\
+examples:
+  pop-bench out/smollm2
+  pop-bench out/smollm2 --prompt-lengths 512,1024,2048 --new-tokens 64 --repeat 5 --threads 2 --plot first-token.png
+  pop-bench out/smollm2 --peers transformers=./hf,onnxruntime-genai=./genai-int4 --json --csv samples.csv
+
+A peer is given with what it loads; the package and, if it has none, the way to make its model are named when they are
+missing. exit codes: 0 done, 2 usage, 3 bundle, 4 an engine that does not run
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code; an error a user can cause is one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _run(arguments)
+    except PopError as error:
+        print(f"pop-bench: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
+    parser = argparse.ArgumentParser(
+        prog="pop-bench", description="Measure time to first token, time per token and memory of a bundle.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("dir", type=Path, help="the bundle's folder")
+    add("--prompt-lengths", metavar="N,N,...", default="512,1024,2048", help="in tokens (default %(default)s)")
+    add("--new-tokens", type=int, metavar="N", default=64, help="tokens of each answer (default %(default)s)")
+    add("--repeat", type=int, metavar="N", default=5, help="rounds that count, after one to warm up (default 5)")
+    add("--threads", type=int, metavar="N", help="of every engine (default: the cores this process may use)")
+    add("--prefill", metavar="KIND,...", default="pop,full", help="pop, full or both (default %(default)s)")
+    add("--peers", metavar="NAME=PATH,...", default="", help=f"other engines and their models: {', '.join(PEERS)}")
+    add("--low-memory", action="store_true", help="share the weights between prefill and decode, as pop-run does")
+    add("--csv", type=Path, metavar="FILE", help="write every sample")
+    add("--plot", type=Path, metavar="FILE", help="draw the time to first token over the prompt length")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Check, measure, show."""
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BackendError("--plot: expected the package matplotlib, found none; pip install matplotlib")
+    settings = Settings(
+        folder=arguments.dir,
+        prompt_lengths=_lengths(arguments.prompt_lengths),
+        num_new=arguments.new_tokens,
+        num_rounds=arguments.repeat,
+        threads=arguments.threads,
+        prefills=tuple(part.strip() for part in arguments.prefill.split(",")),
+        peers=_peers(arguments.peers),
+        low_memory=arguments.low_memory,
+    )
+    report, samples = measure(settings, lambda text: print(text, file=sys.stderr, flush=True))
+    if arguments.csv is not None:
+        write_csv(arguments.csv, samples)
+    if arguments.plot is not None:
+        plot(arguments.plot, report)
+    print(json.dumps(report) if arguments.json else table(report))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--prompt-lengths: expected numbers such as 512,1024, found {text!r}") from error
+
+
+def _peers(text: str) -> tuple[tuple[str, Path | None], ...]:
+    """Return the name of each peer with the path given for it."""
+    given = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    return tuple((name, Path(path) if path else None) for name, _, path in given)

@@ -1,0 +1,187 @@
+"""One benchmark: what is asked for, checked; which engines run; and everything that was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pop_runtime.bench.engines import PEERS, Run
+from pop_runtime.bench.limit import PromptWork, speedup_limit
+from pop_runtime.bench.processes import Worker
+from pop_runtime.bench.rounds import Figures, Line, Sample, figures_of, prompt_of, run_rounds
+from pop_runtime.errors import UsageError
+from pop_runtime.manifest import Manifest, read_manifest
+from pop_runtime.sequence import check_prefill
+from pop_runtime.sessions import visible_cores
+
+MEMORY_TOKENS = 128  # prompt after which memory is read
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `pop-bench` was asked for."""
+
+    folder: Path
+    prompt_lengths: tuple[int, ...] = (512, 1024, 2048)
+    num_new: int = 64
+    num_rounds: int = 5
+    threads: int | None = None
+    prefills: tuple[str, ...] = ("pop", "full")
+    peers: tuple[tuple[str, Path | None], ...] = ()
+    low_memory: bool = False
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise UsageError for the first setting that cannot be measured."""
+        for kind in self.prefills:
+            check_prefill(kind)
+        counts = {"--new-tokens": self.num_new, "--repeat": self.num_rounds, "--threads": self.threads}
+        for flag, count in (*counts.items(), *(("--prompt-lengths", length) for length in self.prompt_lengths)):
+            if count is not None and count < 1:
+                raise UsageError(f"{flag}: expected at least 1, found {count}")
+        if max(self.prompt_lengths) + self.num_new > manifest.max_positions:
+            raise UsageError(
+                f"--prompt-lengths: expected at most {manifest.max_positions - self.num_new} tokens, so that "
+                f"{self.num_new} more fit, found {max(self.prompt_lengths)}"
+            )
+        for name, _ in self.peers:
+            if name not in PEERS:
+                raise UsageError(f"--peers: expected some of {', '.join(PEERS)}, found {name!r}")
+
+
+def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Sample]]:
+    """Return everything that was found, and each single sample.
+
+    Args:
+        settings: what to measure.
+        say: takes one line of progress.
+
+    Raises:
+        UsageError: a setting that cannot be measured.
+        ModelError: the folder is no bundle.
+        BackendError: an engine does not run.
+    """
+    manifest = read_manifest(settings.folder)
+    settings.check(manifest)
+    threads = settings.threads or visible_cores()
+    prompts = [prompt_of(length, manifest.vocab_size) for length in settings.prompt_lengths]
+    missing = [{"peer": label, "reason": reason} for label, reason in _missing(settings.peers)]
+    for entry in missing:
+        say(f"missing: {entry['peer']}: {entry['reason']}")
+    say("memory")
+    memory = _memory(settings, manifest, threads)
+    lines, specs = _lines(settings, threads, [entry["peer"] for entry in missing])
+    with ExitStack() as stack:
+        workers = {}
+        for name, spec in specs.items():
+            say(f"loading {name}")
+            workers[name] = stack.enter_context(Worker(spec))
+
+        def ask(line: Line, prompt: list[int]) -> Run:
+            say(f"{line.label}, {len(prompt)} tokens")
+            answer = workers[line.worker].ask(prompt=prompt, num_new=settings.num_new, prefill=line.prefill)
+            return Run(answer["first_ms"], tuple(answer["step_ms"]))
+
+        samples = run_rounds(ask, lines, prompts, settings.num_rounds)
+        engines = {
+            name: {"version": worker.version, "load_ms": worker.load_ms, **worker.ask()}
+            for name, worker in workers.items()
+        }
+    figures = figures_of(samples)
+    report = {
+        "bundle": str(settings.folder),
+        "model": manifest.model,
+        "precision": manifest.precision,
+        "skipped_layers": list(manifest.plan.skipped_layers),
+        "num_layers": manifest.plan.num_layers,
+        "windows": dataclasses.asdict(manifest.windows),
+        "threads": threads,
+        "num_new_tokens": settings.num_new,
+        "num_rounds": settings.num_rounds,
+        "low_memory": settings.low_memory,
+        "engines": engines,
+        "missing": missing,
+        "figures": [dataclasses.asdict(figure) for figure in figures],
+        "pruned_against_full": _ratios(settings, manifest, figures),
+        "memory": memory,
+    }
+    return report, samples
+
+
+def _missing(peers: tuple[tuple[str, Path | None], ...]) -> Iterator[tuple[str, str]]:
+    """Yield the peers that cannot be measured, each with what would help."""
+    for name, path in peers:
+        peer = PEERS[name]
+        if importlib.util.find_spec(peer.module) is None:
+            yield _label(name, path), f"the package is not installed; {peer.install}"
+        elif path is None or not path.exists():
+            found = "no path was given" if path is None else f"there is no {path}"
+            yield _label(name, path), f"{found}; give {name}=PATH, {peer.model}"
+
+
+def _label(name: str, path: Path | None) -> str:
+    """Return what a peer is called: the same engine may be measured with several models."""
+    return name if path is None else f"{name} ({path.name})"
+
+
+def _lines(settings: Settings, threads: int, missing: list[str]) -> tuple[list[Line], dict[str, dict[str, Any]]]:
+    """Return the lines to measure and, by worker, what each process loads."""
+    bundle = _bundle_spec(settings, threads)
+    lines = [Line(f"pop-export, {kind} prefill", "pop-export", kind) for kind in settings.prefills]
+    specs = {"pop-export": bundle}
+    for name, path in settings.peers:
+        label = _label(name, path)
+        if label not in missing:
+            lines.append(Line(label, label))
+            most = max(settings.prompt_lengths) + settings.num_new
+            specs[label] = {"engine": name, "path": str(path), "threads": threads, "max_tokens": most}
+    return lines, specs
+
+
+def _bundle_spec(settings: Settings, threads: int, graphs: str = "both") -> dict[str, Any]:
+    path = str(settings.folder)
+    low_memory = settings.low_memory
+    return {"engine": "bundle", "path": path, "threads": threads, "low_memory": low_memory, "graphs": graphs}
+
+
+def _memory(settings: Settings, manifest: Manifest, threads: int) -> dict[str, Any]:
+    """Return the memory of the decode graph alone and of both graphs, each in a process of its own.
+
+    Read before any other engine runs: a page that two processes map counts half for each.
+    """
+    found: dict[str, Any] = {}
+    prompt = prompt_of(min(MEMORY_TOKENS, manifest.max_positions - 2), manifest.vocab_size)
+    for name, graphs in (("one_graph", "decode"), ("both_graphs", "both")):
+        with Worker(_bundle_spec(settings, threads, graphs)) as worker:
+            worker.ask(prompt=prompt, num_new=2, prefill="full")
+            if graphs == "both":
+                worker.ask(prompt=prompt, num_new=2, prefill="pop")
+            found[name] = {**worker.ask(), "load_ms": worker.load_ms}
+    ratio = found["both_graphs"]["proportional_bytes"] / found["one_graph"]["proportional_bytes"]
+    return {**found, "both_over_one": ratio}
+
+
+def _ratios(settings: Settings, manifest: Manifest, figures: list[Figures]) -> list[dict[str, Any]]:
+    """Return full over pruned time to first token by prompt length, and the most that counting work allows."""
+    first = {(figure.label, figure.num_prompt): figure.first_ms.median for figure in figures}
+    limit = _limit(settings.folder, manifest)
+    found = []
+    for length in settings.prompt_lengths if set(settings.prefills) >= {"pop", "full"} else ():
+        measured = first["pop-export, full prefill", length] / first["pop-export, pop prefill", length]
+        found.append({"num_prompt": length, "measured": measured, "limit": limit(length)})
+    return found
+
+
+def _limit(folder: Path, manifest: Manifest) -> Callable[[int], float | None]:
+    """Return the cost model of the bundle's report.json; a bundle without one has no limit."""
+    path, windows = folder / "report.json", manifest.windows
+    work = json.loads(path.read_text(encoding="utf-8")).get("work") if path.is_file() else None
+    if work is None:
+        return lambda num_tokens: None
+    full, pruned = PromptWork(**work["full"]), PromptWork(**work["pruned"])
+    return lambda num_tokens: speedup_limit(full, pruned, windows.sink_tokens + windows.boundary_tokens, num_tokens)

@@ -1,0 +1,64 @@
+"""The process of one engine: loads it, then answers one JSON line for each that it is sent.
+
+    python -m pop_runtime.bench.worker '{"engine": "bundle", "path": "out/smollm2", "threads": 2, ...}'
+
+Its first line says what was loaded. Then `{"prompt": [...], "num_new": 8, "prefill": "pop"}` is answered with times,
+and an empty object with memory. What a library prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pop_runtime.bench.engines import PEERS, BundleEngine, Engine, version_of
+from pop_runtime.bench.memory import peak_bytes, proportional_bytes
+from pop_runtime.errors import PopError
+
+
+def main() -> int:
+    """Serve until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        _serve(json.loads(sys.argv[1]), answers)
+    except PopError as error:
+        print(json.dumps({"error": str(error), "exit_code": error.exit_code}), file=answers, flush=True)
+        return error.exit_code
+    return 0
+
+
+def _serve(spec: dict[str, Any], answers: Any) -> None:
+    """Load the engine and answer requests."""
+    before, started = proportional_bytes(), time.perf_counter()
+    engine, version = _load(spec)
+    load_ms = (time.perf_counter() - started) * 1e3
+    print(json.dumps({"version": version, "load_ms": load_ms}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request:
+            answer = dataclasses.asdict(engine.run(request["prompt"], request["num_new"], request["prefill"]))
+        else:
+            answer = {"proportional_bytes": proportional_bytes() - before, "peak_bytes": peak_bytes()}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _load(spec: dict[str, Any]) -> tuple[Engine, str]:
+    """Return the engine and its version."""
+    path, threads = Path(spec["path"]), spec["threads"]
+    if spec["engine"] == "bundle":
+        import onnxruntime
+
+        engine = BundleEngine(path, threads, spec["low_memory"], spec["graphs"])
+        return engine, f"onnxruntime {onnxruntime.__version__}"
+    peer = PEERS[spec["engine"]]
+    return peer.load(path, threads, spec["max_tokens"]), f"{peer.package} {version_of(peer.package)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

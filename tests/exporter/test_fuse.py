@@ -1,0 +1,184 @@
+"""Fusing finished graphs: attention and norms built by hand, before and after in ONNX Runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED, Fusion, write_graph
+from pop_export.graph.passes.flatten_heads import flatten_heads
+from pop_export.graph.passes.fuse_residual_norms import fuse_residual_norms
+
+H, H_KV, D, E, S_MAX = 4, 2, 16, 64, 8
+RANDOM = np.random.default_rng(0)
+
+
+class _Hand:
+    """A graph in the making: every value has a name, a type and a shape, as in a traced one."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, ir.Value] = {}
+        self.nodes: list[ir.Node] = []
+        self.constants: list[ir.Value] = []
+
+    def take(self, name: str, shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+        self.inputs[name] = ir.val(name, dtype, shape)
+        return self.inputs[name]
+
+    def constant(self, name: str, values: np.ndarray) -> ir.Value:
+        value = ir.val(name, const_value=ir.tensor(values, name=name))
+        value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(values.shape)
+        self.constants.append(value)
+        return value
+
+    def add(self, kind: str, inputs: list[ir.Value | None], shape: list[int | str], **attributes: object) -> ir.Value:
+        domain = "com.microsoft" if kind == "GroupQueryAttention" else ""
+        node = ir.node(kind, inputs, attributes, domain=domain, num_outputs=3 if domain else 1)
+        self.nodes.append(node)
+        for index, value in enumerate(node.outputs):
+            value.name, value.type = f"v{len(self.nodes)}.{index}", ir.TensorType(ir.DataType.FLOAT)
+        node.outputs[0].shape = ir.Shape(shape)
+        return node.outputs[0]
+
+    def model(self, outputs: list[ir.Value]) -> ir.Model:
+        graph = ir.Graph(
+            list(self.inputs.values()), outputs, nodes=self.nodes, initializers=self.constants,
+            opset_imports={"": 24, "com.microsoft": 1}, name="hand",
+        )  # fmt: skip
+        return ir.Model(graph, ir_version=10)
+
+
+def _attention(norm_of_heads: bool = False, rotated: bool = True) -> ir.Model:
+    """Return attention as families write it: heads are reshaped, transposed, rotated and brought back."""
+    hand = _Hand()
+    by_head = hand.constant("by_head", np.array([0, 0, -1, D], np.int64))
+    flat = hand.constant("flat", np.array([0, 0, -1], np.int64))
+    cos, sin = (hand.take(name, ["B", "S", D // 2]) for name in ("cos", "sin"))
+    ready = []
+    for name, heads in (("q", H), ("k", H_KV), ("v", H_KV)):
+        x = hand.add("Abs", [hand.take(name, ["B", "S", heads * D])], ["B", "S", heads * D])
+        x = hand.add("Reshape", [x, by_head], ["B", "S", heads, D])
+        if norm_of_heads and name != "v":
+            scale = hand.constant(f"{name}_norm", np.linspace(0.5, 2, D, dtype=np.float32))
+            x = hand.add("RMSNormalization", [x, scale], ["B", "S", heads, D], axis=-1)
+        x = hand.add("Transpose", [x], ["B", heads, "S", D], perm=[0, 2, 1, 3])
+        if rotated and name != "v":
+            x = hand.add("RotaryEmbedding", [x, cos, sin], ["B", heads, "S", D], interleaved=0)
+        x = hand.add("Transpose", [x], ["B", "S", heads, D], perm=[0, 2, 1, 3])
+        ready.append(hand.add("Reshape", [x, flat], ["B", "S", heads * D]))
+    past = [hand.take(f"past_{part}", ["B", H_KV, S_MAX, D]) for part in ("k", "v")]
+    lengths = [hand.take("last", ["B"], ir.DataType.INT32), hand.take("total", [], ir.DataType.INT32)]
+    out = hand.add(
+        "GroupQueryAttention", [*ready, *past, *lengths], ["B", "S", H * D], num_heads=H, kv_num_heads=H_KV
+    )  # fmt: skip
+    by_head = hand.add("Reshape", [out, by_head], ["B", "S", H, D])
+    back = hand.add("Reshape", [by_head, flat], ["B", "S", H * D])
+    return hand.model([hand.add("Neg", [back], ["B", "S", H * D])])
+
+
+def _attention_feeds(model: ir.Model) -> dict[str, np.ndarray]:
+    sizes = {"B": 1, "S": 3}
+    feeds = {
+        value.name: RANDOM.standard_normal([sizes.get(str(dim), dim) for dim in value.shape]).astype(np.float32)
+        for value in model.graph.inputs
+        if value.dtype == ir.DataType.FLOAT
+    }
+    return feeds | {"last": np.array([4], np.int32), "total": np.array(5, np.int32)}
+
+
+def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    proto = ir.to_proto(model).SerializeToString()
+    return onnxruntime.InferenceSession(proto, providers=["CPUExecutionProvider"]).run(None, feeds)
+
+
+def _kinds(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize("norm_of_heads", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_attention_reads_flat_heads_and_computes_the_same(tmp_path, norm_of_heads, rotated):
+    model = _attention(norm_of_heads, rotated)
+    feeds = _attention_feeds(model)
+    before = _run(model, feeds)
+    found = write_graph(model, tmp_path / "m.onnx")
+    assert found.num_flat_heads == 4
+    written = ir.load(tmp_path / "m.onnx")
+    assert "Transpose" not in _kinds(written)
+    # a norm over each head needs its heads apart, and brings them back by a reshape each
+    assert _kinds(written).count("Reshape") == (4 if norm_of_heads else 0)
+    assert _kinds(written).count("RotaryEmbedding") == (2 if rotated else 0)
+    for now, then in zip(_run(written, feeds), before, strict=True):
+        np.testing.assert_allclose(now, then, atol=1e-6)
+
+
+def test_heads_that_something_else_turned_are_left_alone(tmp_path):
+    model = _attention()
+    query = model.graph[-4].inputs[0].producer()  # the last reshape before attention
+    assert model.graph[-4].op_type == "GroupQueryAttention" and query.op_type == "Reshape"
+    query.inputs[0].producer().attributes["perm"] = ir.AttrInt64s("perm", [0, 1, 2, 3])
+    assert flatten_heads(model) == 3
+    found = write_graph(model, tmp_path / "m.onnx")
+    assert found.not_fused == ("heads: 1 of 3 inputs of attention are reshaped",)
+
+
+def _residual(norm: str = "RMSNormalization", shared: bool = True) -> ir.Model:
+    """Return `x + y`, its norm, and a product of both if `shared`."""
+    hand = _Hand()
+    x, y = (hand.take(name, ["B", "S", E]) for name in "xy")
+    scale = hand.constant("scale", np.linspace(0.5, 2, E, dtype=np.float32))
+    total = hand.add("Add", [x, y], ["B", "S", E])
+    total.name = "layers.0.output"
+    normed = hand.add(norm, [total, scale], ["B", "S", E], axis=-1, epsilon=1e-3)
+    return hand.model([hand.add("Mul", [normed, total], ["B", "S", E]) if shared else normed])
+
+
+def _residual_feeds() -> dict[str, np.ndarray]:
+    return {name: RANDOM.standard_normal((2, 3, E)).astype(np.float32) for name in "xy"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_addition_and_the_norm_that_follows_become_one_node(shared):
+    model, feeds = _residual(shared=shared), _residual_feeds()
+    before = _run(model, feeds)
+    assert fuse_residual_norms(model) == 1
+    assert _kinds(model) == ["SkipSimplifiedLayerNormalization", *(["Mul"] if shared else [])]
+    np.testing.assert_allclose(_run(model, feeds)[0], before[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_of_anything_but_a_sum_keeps_its_standard_name():
+    hand = _Hand()
+    scale = hand.constant("scale", np.ones(E, np.float32))
+    x = hand.add("Abs", [hand.take("x", ["B", "S", E])], ["B", "S", E])
+    model = hand.model([hand.add("RMSNormalization", [x, scale], ["B", "S", E], axis=-1)])
+    assert fuse_residual_norms(model) == 0
+    assert _kinds(model) == ["Abs", "RMSNormalization"]
+
+
+def test_a_sum_of_different_shapes_is_left_apart_from_its_norm_and_reported(tmp_path):
+    model = _residual()
+    model.graph.inputs[1].shape = ir.Shape([E])
+    found = write_graph(model, tmp_path / "m.onnx")
+    assert (found.num_residual_norms, found.not_fused) == (0, ("norms: 1 follow an addition and are apart from it",))
+
+
+def test_a_graph_of_standard_operators_is_written_as_it_is(tmp_path):
+    model = _residual()
+    del model.graph.opset_imports["com.microsoft"]
+    write_graph(model, tmp_path / "m.onnx")
+    assert _kinds(ir.load(tmp_path / "m.onnx")) == _kinds(model) == ["Add", "RMSNormalization", "Mul"]
+
+
+def test_writing_a_graph_changes_the_copy_alone(tmp_path):
+    model = _attention()
+    kinds = _kinds(model)
+    write_graph(model, tmp_path / "m.onnx")
+    assert _kinds(model) == kinds
+
+
+def test_what_keeps_attention_from_the_fused_operator_is_in_the_report(tmp_path):
+    model = _residual()
+    model.metadata_props[WHY_ATTENTION_IS_NOT_FUSED] = "it adds a bias"
+    assert write_graph(model, tmp_path / "m.onnx") == Fusion(2, 0, 1, ("attention: it adds a bias",))

@@ -1,0 +1,164 @@
+"""`pop-bench` on a tiny bundle: what it says, what it refuses, and the arithmetic between samples and figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pop_runtime.bench import measure as measuring
+from pop_runtime.bench.cli import main
+from pop_runtime.bench.engines import PEERS, BundleEngine, Peer, Run
+from pop_runtime.bench.limit import PromptWork, speedup_limit
+from pop_runtime.bench.measure import Settings, measure
+from pop_runtime.bench.output import table
+from pop_runtime.bench.processes import Worker
+from pop_runtime.bench.rounds import Line, Spread, figures_of, prompt_of, run_rounds
+from pop_runtime.errors import BackendError
+from tests.runtime.tiny_bundle import PROMPT, SKIPPED, L, V
+
+SMALL = ["--prompt-lengths", "8,20", "--new-tokens", "4", "--repeat", "2", "--threads", "1"]
+
+
+def test_one_object_holds_times_memory_and_the_ratio_of_full_to_pruned(bundle, capsys, tmp_path):
+    assert main([str(bundle), *SMALL, "--json", "--csv", str(tmp_path / "samples.csv")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(figure["label"], figure["num_prompt"]) for figure in report["figures"]] == [
+        ("pop-export, pop prefill", 8), ("pop-export, full prefill", 8),
+        ("pop-export, pop prefill", 20), ("pop-export, full prefill", 20),
+    ]  # fmt: skip
+    for figure in report["figures"]:
+        for name in ("first_ms", "step_ms"):
+            assert 0 < figure[name]["least"] <= figure[name]["median"] <= figure[name]["greatest"]
+        assert figure["tokens_per_second"] == pytest.approx(1e3 / figure["step_ms"]["median"])
+    assert (report["skipped_layers"], report["num_layers"]) == (list(SKIPPED), L)
+    assert [(ratio["num_prompt"], ratio["limit"]) for ratio in report["pruned_against_full"]] == [(8, None), (20, None)]
+    assert all(ratio["measured"] > 0 for ratio in report["pruned_against_full"])
+    memory = report["memory"]
+    both, one = (memory[name]["proportional_bytes"] for name in ("both_graphs", "one_graph"))
+    assert memory["both_over_one"] == pytest.approx(both / one)
+    assert 0 < one < memory["one_graph"]["peak_bytes"]
+    rows = list(csv.DictReader((tmp_path / "samples.csv").open(encoding="utf-8")))
+    assert len(rows) == 2 * 2 * 2  # prefills, lengths and rounds; the warm-up is not among them
+    assert {row["round"] for row in rows} == {"1", "2"}
+
+
+def test_the_table_and_the_plot_have_a_line_per_engine(bundle, capsys, tmp_path):
+    picture = tmp_path / "first-token.png"
+    assert main([str(bundle), *SMALL, "--prefill", "pop", "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("pop-export, pop prefill") == 2 and "full prefill" not in out
+    assert "memory: both graphs" in out and "1 threads, 2 rounds" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_peer_without_package_or_model_is_named_with_what_would_help(bundle, capsys, monkeypatch, tmp_path):
+    absent = Peer("nowhere", "no_such_module", "pip install nowhere", "a folder", PEERS["transformers"].load)
+    present = Peer("numpy", "numpy", "pip install numpy", "a folder that `make` makes", absent.load)
+    monkeypatch.setattr(measuring, "PEERS", {"absent": absent, "present": present})
+    peers = f"absent=here,present={tmp_path / 'gone'},present"
+    assert main([str(bundle), *SMALL, "--prefill", "full", "--peers", peers]) == 0
+    out, err = capsys.readouterr()
+    wanted = (
+        "missing: absent (here): the package is not installed; pip install nowhere",
+        f"missing: present (gone): there is no {tmp_path / 'gone'}; give present=PATH, a folder that `make` makes",
+        "missing: present: no path was given; give present=PATH, a folder that `make` makes",
+    )
+    assert all(line in out and line in err for line in wanted)
+
+
+def test_a_peer_takes_turns_in_a_process_of_its_own(bundle, tmp_path):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    settings = Settings(bundle, (8,), 3, 1, 1, ("full",), (("transformers", tmp_path / "hf"),))
+    report, samples = measure(settings, lambda _: None)
+    assert [sample.label for sample in samples] == ["pop-export, full prefill", "transformers (hf)"]
+    assert all(len(sample.run.step_ms) == 2 for sample in samples)
+    assert report["engines"]["transformers (hf)"]["version"] == f"transformers {transformers.__version__}"
+    assert "transformers (hf)" in table(report)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt-lengths", "8,x"], "--prompt-lengths: expected numbers such as 512,1024, found '8,x'"),
+        (["--prompt-lengths", "0"], "--prompt-lengths: expected at least 1, found 0"),
+        (["--prompt-lengths", "61", "--new-tokens", "4"], "--prompt-lengths: expected at most 60 tokens"),
+        (["--repeat", "0"], "--repeat: expected at least 1, found 0"),
+        (["--prefill", "half"], "prefill: expected 'pop' or 'full', found 'half'"),
+        (["--peers", "vllm=x"], "--peers: expected some of transformers, onnxruntime-genai, openvino-genai, llama-cpp"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_work(bundle, capsys, flags, message):
+    assert main([str(bundle), *SMALL, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, message in err, "loading" in err) == ("", True, False)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([str(bundle), *SMALL, "--plot", str(tmp_path / "p.png")]) == 4
+    assert "--plot: expected the package matplotlib, found none; pip install matplotlib" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_load_ends_in_one_line(tmp_path):
+    spec = {"engine": "bundle", "path": str(tmp_path), "threads": 1, "low_memory": False, "graphs": "both"}
+    with pytest.raises(BackendError, match=r"bundle \(.*\): expected an engine that runs, found: .*manifest.json"):
+        Worker(spec)
+
+
+def test_a_process_that_dies_leaves_its_last_line(tmp_path):
+    with pytest.raises(BackendError, match=r"found: KeyError: 'nonsense' \(exit status 1\)"):
+        Worker({"engine": "nonsense", "path": str(tmp_path), "threads": 1})
+
+
+def test_a_bundle_answers_with_one_time_per_token(bundle):
+    run = BundleEngine(bundle, 1).run(PROMPT, 5, "pop")
+    assert run.first_ms > 0 and len(run.step_ms) == 4
+
+
+def test_engines_take_turns_and_the_first_round_does_not_count():
+    asked: list[tuple[str, int]] = []
+
+    def ask(line: Line, prompt: list[int]) -> Run:
+        asked.append((line.label, len(prompt)))
+        return Run(float(len(asked)), (1.0, 9.0, 2.0))
+
+    samples = run_rounds(ask, [Line("a", "a"), Line("b", "b")], [prompt_of(4, V), prompt_of(6, V)], 2)
+    assert asked == [("a", 4), ("b", 4), ("a", 6), ("b", 6)] * 3
+    assert [sample.run.first_ms for sample in samples] == [5, 6, 7, 8, 9, 10, 11, 12]
+    first = figures_of(samples)[0]
+    assert (first.label, first.first_ms, first.step_ms) == ("a", Spread(7, 5, 9), Spread(2, 2, 2))
+    assert first.tokens_per_second == 500
+
+
+def test_prompts_are_the_same_every_time_and_within_the_vocabulary():
+    assert prompt_of(30, V) == prompt_of(30, V)
+    assert all(0 <= token < V for token in prompt_of(500, V))
+    assert len(prompt_of(5, 2)) == 5
+
+
+def test_the_limit_counts_work_and_windows():
+    full, pruned = PromptWork(100.0, 1.0), PromptWork(50.0, 0.5)
+    assert speedup_limit(full, pruned, 0, 100) == pytest.approx(2)
+    assert speedup_limit(full, pruned, 10, 10) == pytest.approx(1)
+    # 200 per token in full, 100 pruned: 100 tokens, 20 of them in full
+    assert speedup_limit(full, pruned, 20, 100) == pytest.approx(200 * 100 / (200 * 20 + 100 * 80))
+
+
+def test_the_limit_is_read_from_the_report_of_the_bundle(tmp_path, bundle):
+    manifest = measuring.read_manifest(bundle)
+    work = {"full": {"linear": 4.0, "attention": 0.0}, "pruned": {"linear": 2.0, "attention": 0.0}}
+    (tmp_path / "report.json").write_text(json.dumps({"work": work}), encoding="utf-8")
+    num_full = manifest.windows.sink_tokens + manifest.windows.boundary_tokens
+    wanted = 4 * 40 / (4 * num_full + 2 * (40 - num_full))
+    assert measuring._limit(tmp_path, manifest)(40) == pytest.approx(wanted)
+    assert measuring._limit(Path("nowhere"), manifest)(40) is None
