@@ -20,6 +20,7 @@ from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME, Manifest, sha256_of
 
 INLINE_BYTES = 1024  # smaller constants stay in the graph, where ONNX Runtime folds shapes with them
+FULL_BYTES = 1 << 20  # a disk with less room is taken for full
 ALIGNMENT_BYTES = 4096  # a page: each weight can be mapped by itself
 
 
@@ -48,6 +49,25 @@ def check_target(out: Path, force: bool) -> None:
         raise UsageError(f"--out {out}: a bundle is already there; pass --force to replace it")
 
 
+def check_space(out: Path, num_bytes: int) -> None:
+    """Refuse a target whose disk cannot hold the weights, before the long part of the work.
+
+    Args:
+        out: the folder to make.
+        num_bytes: the least that the bundle takes.
+
+    Raises:
+        ModelError: less is free.
+    """
+    place = next(folder for folder in out.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < num_bytes:
+        raise ModelError(
+            f"{out}: expected room for at least {num_bytes / 1e6:.1f} MB, found {free / 1e6:.1f} MB free; "
+            "clear some, or choose another disk with --out"
+        )
+
+
 @contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
     """Yield an empty sibling of `out` to fill; it takes the name `out` if the block ends well, and else is removed.
@@ -66,10 +86,15 @@ def staged_folder(out: Path) -> Iterator[Path]:
         yield staging
         _replace(out, staging)
     except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        reason = "the disk is full" if _is_full(error, out.parent) else error.strerror or str(error)
         raise ModelError(f"{error.filename or out}: cannot write the bundle: {reason}; nothing was changed") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_full(error: OSError, folder: Path) -> bool:
+    """Return whether a full disk is the cause; numpy's writes fail without a code."""
+    return error.errno == errno.ENOSPC or (error.errno is None and shutil.disk_usage(folder).free < FULL_BYTES)
 
 
 def _remove_leftovers(out: Path) -> None:

@@ -12,6 +12,7 @@ from pop_runtime.errors import UsageError
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+NUM_BITS: dict[Precision, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}  # of a weight
 Int4Method = Literal["rtn", "k_quant", "hqq", "gptq"]
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # all that ONNX Runtime's quantisers and kernels take (1.32)
 

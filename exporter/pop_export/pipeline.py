@@ -16,13 +16,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from pop_export.bundle import Bundle, check_target, save_graphs, staged_folder
+from pop_export.bundle import Bundle, check_space, check_target, save_graphs, staged_folder
 from pop_export.calibration.calibrate import calibrate
 from pop_export.calibration.corpus import Samples, calibration_samples
 from pop_export.calibration.fitting_text import FittingText, fitting_text
 from pop_export.calibration.record import Calibration, read_calibration, write_calibration
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
-from pop_export.config import ExportConfig
+from pop_export.config import NUM_BITS, ExportConfig
 from pop_export.cost import prompt_work
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
@@ -94,6 +94,8 @@ def export(config: ExportConfig) -> Bundle:
             allow_pickle=config.allow_pickle,
         )
         kv_layers = kv_layout(checkpoint.model)
+        num_weights = sum(parameter.numel() for parameter in checkpoint.model.parameters())
+        check_space(config.out, num_weights * NUM_BITS[config.precision] // 8)
     with watch.stage("calibrate", "calibrating"):
         samples = _samples(config, checkpoint)
         calibration = _calibration(config, checkpoint, samples)

@@ -10,7 +10,7 @@ import sys
 import onnx
 import pytest
 
-from pop_export.bundle import check_target, staged_folder
+from pop_export.bundle import check_space, check_target, staged_folder
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME
 
@@ -44,6 +44,20 @@ def test_a_file_is_never_replaced(tmp_path):
     (tmp_path / "out").write_text("x")
     with pytest.raises(UsageError, match="found a file"):
         check_target(tmp_path / "out", force=True)
+
+
+def test_a_disk_without_room_for_the_weights_is_refused_before_the_work(tmp_path):
+    check_space(tmp_path / "not" / "there" / "yet", 1000)
+    with pytest.raises(
+        ModelError, match=r"expected room for at least 1000000000000\.0 MB, found [0-9.]+ MB free; clear"
+    ):
+        check_space(tmp_path / "out", 10**18)
+
+
+def test_a_write_that_fails_without_a_code_on_a_full_disk_is_called_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 0}))
+    with pytest.raises(ModelError, match="the disk is full"), staged_folder(tmp_path / "out"):
+        raise OSError("8192 requested and 0 written")
 
 
 def test_a_finished_folder_takes_its_name_whole(tmp_path):
