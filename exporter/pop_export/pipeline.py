@@ -104,7 +104,7 @@ def export(config: ExportConfig) -> Bundle:
         with traced_weights(config, checkpoint.model):
             if config.precision in HALF:
                 require_finite(checkpoint.model, prompt)
-            decode = build_decode_graph(checkpoint.model, kv_layers)
+            decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
             prefill = cut_prefill_graph(decode, fitted.plan)
         stored = store_precision(config, checkpoint.model, decode, prefill, samples.ids)
     with staged_folder(config.out) as folder:
@@ -274,6 +274,7 @@ def _manifest(
         tokenizer=None,
         chat_template=None,
         generation_config=None,
+        dialect=config.dialect,
         tools={tool: importlib.metadata.version(tool) for tool in TOOLS},
     )
 

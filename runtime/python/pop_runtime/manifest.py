@@ -23,6 +23,7 @@ FORMAT = "pop-bundle"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 KV_DTYPES = ("float32", "float16", "bfloat16")
+DIALECTS = ("ort", "standard")  # with ONNX Runtime's own operators, or with those of ONNX alone
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Manifest:
     tokenizer_config: str | None = (
         None  # file name of `tokenizer_config.json`: the special tokens a chat template names
     )
+    dialect: str = "ort"  # one of DIALECTS: operators of the graphs
 
 
 def sha256_of(path: Path) -> str:
@@ -175,6 +177,7 @@ def check_manifest(manifest: Manifest, place: str) -> None:
         (not outside, "files", "paths inside the folder", outside),
         (not unlisted, "files", "every file the manifest names", f"no entry for {', '.join(unlisted)}"),
         (manifest.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}", manifest.kv_dtype),
+        (manifest.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}", manifest.dialect),
         (len(manifest.kv_layers) == plan.num_layers, "kv_layers", f"{plan.num_layers} layers", len(manifest.kv_layers)),
         (plan.num_layers > 0 and min(layers, default=0) > 0, "kv_layers", "sizes of at least 1", manifest.kv_layers),
         (
