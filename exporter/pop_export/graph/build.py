@@ -27,9 +27,7 @@ __all__ = ["build_decode_graph", "kv_layout"]
 WRAPPER_PREFIX = "model."  # trace.py holds the model under this attribute; checkpoint names come without it
 
 
-def build_decode_graph(
-    model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], dialect: Dialect = "ort"
-) -> ir.Model:
+def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], dialect: Dialect = "ort") -> ir.Model:
     """Return the full model as an ONNX graph over static KV buffers; its weights share memory with `model`."""
     form = choose_attention(model)
     try:

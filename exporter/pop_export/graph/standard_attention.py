@@ -39,7 +39,7 @@ def standard_attention(
     if softcap or s_aux is not None:
         out = _written_out(query, *pair, keep, scale, softcap, s_aux)
     else:
-        attributes = {"scale": scale, "is_causal": 0}
+        attributes: dict[str, Any] = {"scale": scale, "is_causal": 0}
         out = symbolic(
             "Attention", (query, *pair, keep), attrs=attributes, dtype=query.dtype, shape=query.shape, version=OPSET
         )
