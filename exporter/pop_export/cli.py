@@ -105,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     precision = parser.add_argument_group("precision and operators")
     add = precision.add_argument
     add("--dialect", choices=get_args(Dialect),
-        help="ort: with ONNX Runtime's own operators, the fastest on a CPU; standard: those of ONNX opset 24 alone, for "
-        "TensorRT and any other ONNX runtime (default %(default)s)")  # fmt: skip
+        help="ort: with ONNX Runtime's own operators, the fastest on a CPU; standard: those of ONNX opset 24 alone, "
+        "for TensorRT and any other ONNX runtime (default %(default)s)")  # fmt: skip
     add("--precision", choices=get_args(Precision),
         help="of the weights: 32 or 16 bits, or blocks of 8 or 4 bits (default %(default)s)")  # fmt: skip
     add("--block-size", type=int, metavar="N",

@@ -207,19 +207,28 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         ModelError: the first file that is missing, of another size, altered or unreadable.
     """
-    for name, entry in manifest.files.items():
+    verify_entries(folder, manifest.files, "pop-export")
+
+
+def verify_entries(folder: Path, files: dict[str, FileEntry], maker: str) -> None:
+    """Check size and sha256 of files, and name the command that makes them anew.
+
+    Raises:
+        ModelError: the first file that is missing, of another size, altered or unreadable.
+    """
+    for name, entry in files.items():
         path = folder / name
         if not path.is_file():
-            raise ModelError(f"{path}: expected a file of {entry.bytes} bytes, found none; re-run pop-export")
+            raise ModelError(f"{path}: expected a file of {entry.bytes} bytes, found none; re-run {maker}")
         num_bytes = path.stat().st_size
         if num_bytes != entry.bytes:
-            raise ModelError(f"{path}: expected {entry.bytes} bytes, found {num_bytes}; re-run pop-export")
+            raise ModelError(f"{path}: expected {entry.bytes} bytes, found {num_bytes}; re-run {maker}")
         try:
             sha256 = sha256_of(path)
         except OSError as error:
             raise ModelError(f"{path}: expected a readable file, found {_one_line(error)}; check its rights") from error
         if sha256 != entry.sha256:
-            raise ModelError(f"{path}: expected sha256 {entry.sha256}, found {sha256} (altered); re-run pop-export")
+            raise ModelError(f"{path}: expected sha256 {entry.sha256}, found {sha256} (altered); re-run {maker}")
 
 
 def _stays_inside(name: str) -> bool:
