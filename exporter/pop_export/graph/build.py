@@ -16,6 +16,7 @@ from pop_export.family import kv_layout
 from pop_export.graph.attention_form import choose_attention
 from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED
 from pop_export.graph.passes.resolve_markers import resolve_markers
+from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
 from pop_export.graph.trace import trace_decode_graph
 from pop_export.quiet import deepest_line
@@ -51,6 +52,7 @@ def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], d
     common_passes.RemoveUnusedNodesPass()(graph)
     common_passes.TopologicalSortPass()(graph)
     if dialect == "standard":
+        sort_topk(graph)
         _require_standard(graph)
     return graph
 
