@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pop_export.config import DEFAULT_RATIO, ExportConfig, Int4Method, Precision
+from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Int4Method, Precision
 from pop_runtime.errors import PopError
 
 EXAMPLES = """\
@@ -22,6 +22,7 @@ examples:
   pop-export --model ./m --out out/m --calibration-data notes.txt chats.jsonl
   pop-export --model ./m --out out/m --target-speedup 1.7 --search-breadth 4   the least damaging plan that is so fast
   pop-export --model ./m --out out/m --no-refit --sink-tokens 0 --boundary-tokens 1         the method as published
+  pop-export --model ./m --out out/m --dialect standard --precision fp16           for TensorRT and other runtimes
   pop-export --model ./m --out out/m2 --calibration out/m/calibration.json --prune-layers none
 
 exit codes: 0 done, 2 usage, 3 model or bundle, 4 backend or device, 5 a parity or quality gate failed
@@ -101,8 +102,11 @@ def parser() -> argparse.ArgumentParser:
     add("--boundary-tokens", type=int, metavar="N",
         help="last tokens of each prompt that run at full depth (default %(default)s)")  # fmt: skip
 
-    precision = parser.add_argument_group("precision")
+    precision = parser.add_argument_group("precision and operators")
     add = precision.add_argument
+    add("--dialect", choices=get_args(Dialect),
+        help="ort: with ONNX Runtime's own operators, the fastest on a CPU; standard: those of ONNX opset 24 alone, "
+        "for TensorRT and any other ONNX runtime (default %(default)s)")  # fmt: skip
     add("--precision", choices=get_args(Precision),
         help="of the weights: 32 or 16 bits, or blocks of 8 or 4 bits (default %(default)s)")  # fmt: skip
     add("--block-size", type=int, metavar="N",

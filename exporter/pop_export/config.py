@@ -11,6 +11,7 @@ from pop_runtime.errors import UsageError
 
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
+Dialect = Literal["ort", "standard"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 NUM_BITS: dict[Precision, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}  # of a weight
 Int4Method = Literal["rtn", "k_quant", "hqq", "gptq"]
@@ -57,6 +58,7 @@ class ExportConfig:
     sink_tokens: int = 4  # tokens at the start of a sequence that run at full depth
     boundary_tokens: int = 64  # tokens at the end of each turn that run at full depth
 
+    dialect: Dialect = "ort"  # of the graphs: ONNX Runtime's operators too, or those of ONNX alone
     precision: Precision = "fp32"
     block_size: int | None = None  # weights that share a scale; None: DEFAULT_BLOCK_SIZE
     int4_method: Int4Method = "rtn"  # how scales are found: round to nearest, or a search
@@ -136,6 +138,13 @@ class ExportConfig:
         """Refuse settings of quantisation that do not go with the precision or with each other."""
         if self.precision not in get_args(Precision):
             raise UsageError(f"--precision: expected one of {', '.join(get_args(Precision))}, found {self.precision}")
+        if self.dialect not in get_args(Dialect):
+            raise UsageError(f"--dialect: expected one of {', '.join(get_args(Dialect))}, found {self.dialect}")
+        if self.dialect == "standard" and self.precision in ("int8", "int4"):
+            raise UsageError(
+                f"--precision: expected fp32, fp16 or bf16 with --dialect standard, found {self.precision}, whose "
+                "products are ONNX Runtime's own; use --dialect ort"
+            )
         if self.precision not in ("int8", "int4"):
             for flag, is_set in (("--block-size", self.block_size), ("--symmetric", self.symmetric)):
                 if is_set is not None:

@@ -106,7 +106,7 @@ def export(config: ExportConfig) -> Bundle:
         with traced_weights(config, checkpoint.model):
             if config.precision in HALF:
                 require_finite(checkpoint.model, prompt)
-            decode = build_decode_graph(checkpoint.model, kv_layers)
+            decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
             prefill = cut_prefill_graph(decode, fitted.plan)
         stored = store_precision(config, checkpoint.model, decode, prefill, samples.ids)
     with staged_folder(config.out) as folder:
@@ -276,6 +276,7 @@ def _manifest(
         tokenizer=None,
         chat_template=None,
         generation_config=None,
+        dialect=config.dialect,
         tools={tool: importlib.metadata.version(tool) for tool in TOOLS},
     )
 
@@ -296,7 +297,8 @@ def _finish(folder: Path, manifest: Manifest, calibration: Calibration, report: 
     """Write calibration and report, the manifest last, and return it complete."""
     write_calibration(folder / "calibration.json", calibration)
     write_json(folder / "report.json", report)
-    write_json(folder / "genai_config.json", genai_config(manifest))
+    if manifest.dialect == "ort":  # the only one that onnxruntime-genai was tried with
+        write_json(folder / "genai_config.json", genai_config(manifest))
     write_html(folder / "report.html", report)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     complete = dataclasses.replace(manifest, files=describe_files(folder, names))

@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 
 from pop_export.graph.passes.resolve_markers import marked_value, resolve_markers
+from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
 from pop_runtime.errors import ModelError
 
@@ -111,3 +112,13 @@ def test_a_graph_without_markers_is_left_alone_and_an_unknown_value_is_one_line(
     assert resolve_markers(model) == 0
     with pytest.raises(ModelError, match=r"expected the value layers\.7\.key, found none"):
         marked_value(model, "layers.7.key")
+
+
+def test_every_topk_gives_its_results_sorted():
+    x = ir.val("x", ir.DataType.FLOAT, ["B", E])
+    k = ir.val("k", const_value=ir.tensor(np.array([2], np.int64), name="k"))
+    nodes = [ir.node("TopK", [x, k], {"sorted": order}, num_outputs=2) for order in (0, 1)]
+    model = _model([x], [_named(nodes[0], "y", ["B", 2]), _named(nodes[1], "z", ["B", 2])], nodes, [k])
+    given = {"x": np.array([[3, 1, 2, 9, 4, 5]], np.float32)}
+    assert sort_topk(model) == 1 and sort_topk(model) == 0
+    assert [found.tolist() for found in _run(model, given)] == [[[9, 5]], [[9, 5]]]

@@ -157,6 +157,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(folder: Path, key: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"dialect": "caffe"}, "dialect: expected one of ort, standard, found caffe"),
         ({"kv_dtype": "int8"}, "kv_dtype: expected one of float32, float16, bfloat16, found int8"),
         ({"kv_layers": (KvLayer(0, 1, 1),) * 3}, "kv_layers: expected sizes of at least 1"),
         ({"plan": Plan(3, (2, 1), "user")}, r"plan.skipped_layers: expected ascending layers of 0..2, found \[2, 1\]"),

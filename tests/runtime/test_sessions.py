@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pop_runtime
-from pop_runtime import kv_cache, sessions
+from pop_runtime import kv_cache, open_provider
 from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import KvLayer, read_manifest
@@ -204,7 +204,7 @@ def test_a_missing_onnxruntime_is_named_with_the_way_to_get_it(monkeypatch: pyte
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BackendError, match=r"onnxruntime: expected the package, found none; pip install"):
-        importlib.reload(sessions)
+        importlib.reload(open_provider)
 
 
 def test_the_runtime_imports_neither_torch_nor_transformers_nor_the_exporter(chat_bundle: Path) -> None:

@@ -1,7 +1,7 @@
 """How attention is put into the traced graph, in one of two forms; `attention_form.py` chooses for a model.
 
-- fused: transformers' attention function is replaced by ONNX Runtime's GroupQueryAttention, which appends K and V to
-  their buffers, masks and attends. The cache only hands the new K and V through.
+- fused: transformers' attention function is replaced by one that writes K and V to their buffers, masks and attends:
+  `ort_attention.py` or `standard_attention.py`, by dialect. The cache only hands the new K and V through.
 - buffer: the family's own eager attention runs over the whole KV buffer. The cache writes K and V with `TensorScatter`
   and returns the buffers, and the mask covers all of their places. Right for any code that takes a cache and a 4-D
   mask, but it computes as many scores as the buffer has room for.
@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.onnx.ops import symbolic, symbolic_multi_out
+from torch import Tensor
+from torch.onnx.ops import symbolic
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, eager_mask
@@ -25,6 +24,7 @@ from pop_export.graph.marker import mark
 from pop_export.graph.translate import OPSET
 
 FUSED = "pop_graph"  # name of our attention function in transformers' registries
+SEQUENCE_AXIS = -2  # of the KV buffers, counted from the end: TensorRT's parser takes TensorScatter in no other way
 
 
 @dataclass
@@ -38,7 +38,14 @@ class Trace:
     present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+AttentionFunction = Callable[..., tuple[Tensor, None]]
 _current: Trace | None = None  # set while a forward is traced; transformers' registries leave no other way in
+
+
+def current_trace() -> Trace:
+    """Return the trace whose forward is running."""
+    assert _current is not None
+    return _current
 
 
 @contextmanager
@@ -53,16 +60,18 @@ def tracing(trace: Trace) -> Iterator[None]:
 
 
 @contextmanager
-def attention_in_graph(model: PreTrainedModel, fused: bool) -> Iterator[None]:
-    """Put the fused or the buffer form of attention into the model while the context is open."""
+def attention_in_graph(model: PreTrainedModel, fused: AttentionFunction | None) -> Iterator[None]:
+    """Let the model attend by `fused`, or without one by its own code over the buffers, while the context is open."""
     implementation = model.config._attn_implementation
-    if not fused:
+    if fused is not None:
+        AttentionInterface.register(FUSED, fused)
+    else:
         ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _buffer_mask
     try:
-        model.set_attn_implementation(FUSED if fused else "eager")
+        model.set_attn_implementation("eager" if fused is None else FUSED)
         yield
     finally:
-        if not fused:
+        if fused is None:
             del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         model.set_attn_implementation(implementation)
 
@@ -113,17 +122,17 @@ class BufferCache(Cache):
         assert _current is not None
         past_key, past_value = _current.past[layer_idx]
         key, value = mark(key, f"layers.{layer_idx}.key"), mark(value, f"layers.{layer_idx}.value")
-        pair = _scatter(past_key, key, _current.past_lengths), _scatter(past_value, value, _current.past_lengths)
+        pair = scatter(past_key, key, _current.past_lengths), scatter(past_value, value, _current.past_lengths)
         _current.present[layer_idx] = pair
         return pair
 
 
-def _scatter(past: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
+def scatter(past: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     """Return the buffer [B, H_kv, S_max, D] with `new` [B, H_kv, S, D] written at each row's index."""
     return symbolic(
         "TensorScatter",
         (past, new, write_indices),
-        attrs={"axis": 2, "mode": "linear"},
+        attrs={"axis": SEQUENCE_AXIS, "mode": "linear"},
         dtype=past.dtype,
         shape=past.shape,
         version=OPSET,
@@ -141,52 +150,8 @@ def _buffer_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -
     return eager_mask(*args, **{**kwargs, "use_vmap": False, "attention_mask": None}, mask_function=shifted)
 
 
-def _flat(heads: Tensor) -> Tensor:
-    return heads.transpose(1, 2).reshape(heads.shape[0], heads.shape[2], -1)  # [B, H, S, D] -> [B, S, H * D]
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Emit GroupQueryAttention, which appends K and V to their buffers and attends to all that is in them."""
-    assert _current is not None
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    B, H, S, D = query.shape
-    past_key, past_value = _current.past[layer]
-    inputs = (_flat(query), _flat(key), _flat(value), past_key, past_value,
-              (_current.past_lengths + S - 1).to(torch.int32), _current.total_length)  # fmt: skip
-    if s_aux is not None:  # attention sinks [H]: input 11, after rope tables, positions and bias
-        inputs = (*inputs, None, None, None, None, s_aux.to(query.dtype))  # type: ignore[assignment]
-    out, *present = symbolic_multi_out(
-        "com.microsoft::GroupQueryAttention",
-        inputs,
-        attrs={
-            "num_heads": H,
-            "kv_num_heads": key.shape[1],
-            "scale": float(scaling if scaling is not None else D**-0.5),
-            "do_rotary": 0,
-            "local_window_size": int(_current.windows[layer] or -1),
-            "softcap": float(softcap or 0.0),
-        },
-        dtypes=(query.dtype,) * 3,
-        shapes=((B, S, H * D), past_key.shape, past_value.shape),
-        version=1,
-    )
-    _current.present[layer] = (present[0], present[1])
-    return out.reshape(B, S, H, D), None
-
-
 def _no_mask(*_: Any, **__: Any) -> None:
-    """GroupQueryAttention masks by itself: causal, windowed, and by the length of each row."""
+    """Our attention functions mask by themselves: causal, windowed, and by the length of each row."""
 
 
-AttentionInterface.register(FUSED, _attention)
 AttentionMaskInterface.register(FUSED, _no_mask)

@@ -11,10 +11,12 @@ from onnxscript.rewriter.rules.common import mul_by_1_rule
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 from transformers import PreTrainedModel
 
+from pop_export.config import Dialect
 from pop_export.family import kv_layout
 from pop_export.graph.attention_form import choose_attention
 from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED
 from pop_export.graph.passes.resolve_markers import resolve_markers
+from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
 from pop_export.graph.trace import trace_decode_graph
 from pop_export.quiet import deepest_line
@@ -26,11 +28,11 @@ __all__ = ["build_decode_graph", "kv_layout"]
 WRAPPER_PREFIX = "model."  # trace.py holds the model under this attribute; checkpoint names come without it
 
 
-def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -> ir.Model:
+def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], dialect: Dialect = "ort") -> ir.Model:
     """Return the full model as an ONNX graph over static KV buffers; its weights share memory with `model`."""
     form = choose_attention(model)
     try:
-        graph = trace_decode_graph(model, kv_layers, form)
+        graph = trace_decode_graph(model, kv_layers, form, dialect)
     except ModelError:
         raise
     except Exception as error:  # torch.export and the converter raise any type for code that they cannot follow
@@ -49,7 +51,20 @@ def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...]) -
     common_passes.CommonSubexpressionEliminationPass()(graph)  # every rope gets its own cos and sin from the fusion
     common_passes.RemoveUnusedNodesPass()(graph)
     common_passes.TopologicalSortPass()(graph)
+    if dialect == "standard":
+        sort_topk(graph)
+        _require_standard(graph)
     return graph
+
+
+def _require_standard(graph: ir.Model) -> None:
+    """Refuse a graph with operators that are not ONNX's own."""
+    others = sorted({f"{node.domain}.{node.op_type}" for node in graph.graph if node.domain not in ("", "ai.onnx")})
+    if others:
+        raise ModelError(
+            f"decode graph: expected ONNX operators alone (--dialect standard), found {', '.join(others)}; "
+            "use --dialect ort"
+        )
 
 
 def _tidy(graph: ir.Model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from pop_export.graph.attention import SEQUENCE_AXIS
 from pop_export.graph.passes.narrow_projections import narrow_projections
 from pop_export.graph.passes.resolve_markers import marked_value
 from pop_export.graph.passes.use_prefill_weights import linear_node, use_prefill_weights
@@ -69,7 +70,7 @@ def _with_surrogate(model: ir.Model, layer: int, entered: ir.Value, surrogate: S
 
 
 def _writer_of(model: ir.Model, layer: int) -> ir.Node:
-    """Return the node that writes the layer's K into its buffer: fused attention, or `TensorScatter`."""
+    """Return the node that writes the layer's K into its buffer: GroupQueryAttention, or `TensorScatter`."""
     for value in model.graph.outputs:
         if value.name == f"present.{layer}.key":
             node = value.producer()
@@ -92,7 +93,7 @@ def _write_kv_without_attention(model: ir.Model, layer: int) -> None:
     for index, part in ((1, "key"), (2, "value")):
         new = marked_value(model, f"layers.{layer}.{part}")  # [B, H_kv, S, D]
         past, present = inputs[f"past_key_values.{layer}.{part}"], attention.outputs[index]
-        scatter = ir.node("TensorScatter", [past, new, write_indices], {"axis": 2, "mode": "linear"})
+        scatter = ir.node("TensorScatter", [past, new, write_indices], {"axis": SEQUENCE_AXIS, "mode": "linear"})
         scatter.outputs[0].type, scatter.outputs[0].shape = present.type, present.shape
         graph.insert_after(attention, scatter)
         name, present.name = present.name, None

@@ -18,6 +18,7 @@ from torch.onnx.ops import symbolic
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from pop_export.config import Dialect
 from pop_export.decoder import (
     cache_argument,
     decoder_layers,
@@ -26,13 +27,17 @@ from pop_export.decoder import (
     layer_input_name,
     position_arguments,
 )
-from pop_export.graph.attention import BufferCache, FusedCache, Trace, attention_in_graph, tracing
+from pop_export.graph.attention import AttentionFunction, BufferCache, FusedCache, Trace, attention_in_graph, tracing
 from pop_export.graph.attention_form import AttentionForm
 from pop_export.graph.experts import dense_experts
 from pop_export.graph.marker import mark
+from pop_export.graph.ort_attention import group_query_attention
 from pop_export.graph.rope import frozen_rope
+from pop_export.graph.standard_attention import standard_attention
 from pop_export.graph.translate import OPSET, quiet_tracing, translate
 from pop_runtime.manifest import KvLayer
+
+ATTENTION: dict[Dialect, AttentionFunction] = {"ort": group_query_attention, "standard": standard_attention}
 
 
 class _DecodeForward(nn.Module):
@@ -85,13 +90,16 @@ def _mark_output(layer: int) -> Any:
     return hook
 
 
-def trace_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], form: AttentionForm) -> ir.Model:
+def trace_decode_graph(
+    model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], form: AttentionForm, dialect: Dialect = "ort"
+) -> ir.Model:
     """Return the full model as an ONNX graph in which markers still stand.
 
     Args:
         model: causal LM in eval mode.
         kv_layers: shape of each layer's buffers.
         form: how attention is put into the graph.
+        dialect: operators of the fused form.
     """
     batch, seq, total, capacity = (torch.export.Dim(name) for name in ("batch", "seq", "total", "capacity"))
     past = tuple(
@@ -103,7 +111,7 @@ def trace_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], f
     with (
         quiet_tracing(),
         torch.no_grad(),
-        attention_in_graph(model, form.fused),
+        attention_in_graph(model, ATTENTION[dialect] if form.fused else None),
         dense_experts(model),
         frozen_rope(model),
         _marked_layers(model),

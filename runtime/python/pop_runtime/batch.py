@@ -61,7 +61,7 @@ def complete_batch(
     until the others are done.
     """
     capacity = max(len(request.prompt_token_ids) + request.limit_tokens for request in requests)
-    cache = allocate_cache(manifest, len(requests), capacity)
+    cache = allocate_cache(manifest, len(requests), capacity, sessions.place)
     rows = [_Row(sessions, cache.row(index), request, tokenizer) for index, request in enumerate(requests)]
     graph = BoundGraph(sessions.decode, cache, manifest.decode_graph, has_logits=True)
     while any(row.answer.stop_reason is None for row in rows):

@@ -42,7 +42,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
     check_flags(arguments)
     prompt = None if arguments.chat else _prompt(arguments)
-    model = load(arguments.dir, arguments.threads, verify=not arguments.no_verify, low_memory=arguments.low_memory)
+    model = load(
+        arguments.dir, arguments.threads, verify=not arguments.no_verify, low_memory=arguments.low_memory,
+        ep=arguments.ep, device=arguments.device, engine=arguments.engine,
+    )  # fmt: skip
     if prompt is None:
         _chat(arguments, model)
         return

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from pop_runtime.cancel import Cancellation, Cancelled
+from pop_runtime.device_buffer import Buffer, address, copy_positions, zeros
 from pop_runtime.errors import BackendError
 from pop_runtime.manifest import Manifest
+from pop_runtime.providers import HOST, Place
 from pop_runtime.sessions import ORT_TYPES, backend_error, onnxruntime
 
 EMPTY, PRUNED, FULL = 0, 1, 2  # what a position of the cache holds
-_STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}  # numpy has no bfloat16: its bits
+_STORAGE: dict[str, type[np.generic]] = {  # numpy has no bfloat16: its bits
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
 _ONNX_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # TensorProto.DataType
 
 
@@ -21,13 +27,13 @@ _ONNX_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # TensorProto.DataT
 class KvCache:
     """K and V of every layer for `batch` rows, and for each position whether it is empty, pruned or full.
 
-    The memory belongs to numpy arrays: zeros (so no stray NaN can reach an attention kernel), and pages that the
-    system hands out only when they are written.
+    The buffers lie where the provider computes; in the computer's own memory they are numpy arrays.
     """
 
     manifest: Manifest
-    buffers: dict[str, np.ndarray]  # by past name: [B, H_kv, S_max, D]
+    buffers: dict[str, Buffer]  # by past name: [B, H_kv, S_max, D]
     depth: np.ndarray  # [B, S_max] uint8: EMPTY, PRUNED or FULL
+    place: Place = HOST
 
     @property
     def batch(self) -> int:
@@ -42,39 +48,48 @@ class KvCache:
     def row(self, index: int) -> KvCache:
         """Return row `index` as a cache of batch 1 over the same memory."""
         rows = {name: buffer[index : index + 1] for name, buffer in self.buffers.items()}
-        return KvCache(self.manifest, rows, self.depth[index : index + 1])
+        return KvCache(self.manifest, rows, self.depth[index : index + 1], self.place)
 
-    def bindings(self) -> Iterator[tuple[str, str, onnxruntime.OrtValue]]:
-        """Yield for each buffer its past name, its present name and the value over its memory."""
-        onnx_type, names = _ONNX_TYPES[self.manifest.kv_dtype], self.manifest
+    def bind(self, binding: onnxruntime.IOBinding) -> None:
+        """Bind every buffer as past and as present; it has to outlive the binding."""
+        onnx_type, place = _ONNX_TYPES[self.manifest.kv_dtype], self.place
+        for past_name, present_name, buffer in self._named():
+            where = (place.memory, place.device, onnx_type, list(buffer.shape), address(buffer))
+            binding.bind_input(past_name, *where)
+            binding.bind_output(present_name, *where)
+
+    def _named(self) -> Iterator[tuple[str, str, Buffer]]:
+        """Yield for each buffer its past name, its present name and itself."""
+        names = self.manifest
         for layer in range(len(names.kv_layers)):
             for past, present in ((names.past_key, names.present_key), (names.past_value, names.present_value)):
                 past_name, present_name = past.format(layer=layer), present.format(layer=layer)
-                buffer = self.buffers[past_name]
-                value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(buffer, onnx_type)
-                yield past_name, present_name, value
+                yield past_name, present_name, self.buffers[past_name]
 
 
-def allocate_cache(manifest: Manifest, batch: int, capacity: int) -> KvCache:
-    """Return an empty cache of `batch` rows of `capacity` tokens.
+def allocate_cache(manifest: Manifest, batch: int, capacity: int, place: Place = HOST) -> KvCache:
+    """Return an empty cache of `batch` rows of `capacity` tokens, or of as many as an engine prescribes.
 
     Raises:
-        BackendError: the system refuses the memory (gives the bytes asked for).
+        UsageError: the engine at `place` has less room.
+        BackendError: the memory is refused (gives the bytes asked for).
     """
-    dtype, buffers = _STORAGE[manifest.kv_dtype], {}
+    dtype = _STORAGE[manifest.kv_dtype]
+    buffers: dict[str, Buffer] = {}
+    capacity = place.check(batch, capacity)
     try:
         for layer, kv in enumerate(manifest.kv_layers):
             key_shape = (batch, kv.num_heads, capacity, kv.key_head_size)
             value_shape = (batch, kv.num_heads, capacity, kv.value_head_size)
-            buffers[manifest.past_key.format(layer=layer)] = np.zeros(key_shape, dtype)
-            buffers[manifest.past_value.format(layer=layer)] = np.zeros(value_shape, dtype)
+            buffers[manifest.past_key.format(layer=layer)] = zeros(key_shape, dtype, place)
+            buffers[manifest.past_value.format(layer=layer)] = zeros(value_shape, dtype, place)
     except MemoryError as error:
         num_bytes = sum(kv.num_heads * (kv.key_head_size + kv.value_head_size) for kv in manifest.kv_layers)
         num_bytes *= batch * capacity * np.dtype(dtype).itemsize
         raise BackendError(
             f"KV cache: expected {num_bytes} bytes for {batch} x {capacity} tokens, found less; ask for fewer tokens"
         ) from error
-    return KvCache(manifest, buffers, np.full((batch, capacity), EMPTY, np.uint8))
+    return KvCache(manifest, buffers, np.full((batch, capacity), EMPTY, np.uint8), place)
 
 
 def grown_cache(cache: KvCache, capacity: int, num_cached: int) -> KvCache:
@@ -83,9 +98,8 @@ def grown_cache(cache: KvCache, capacity: int, num_cached: int) -> KvCache:
     Raises:
         BackendError: the system refuses the memory.
     """
-    grown = allocate_cache(cache.manifest, cache.batch, capacity)
-    for name, buffer in cache.buffers.items():
-        grown.buffers[name][:, :, :num_cached] = buffer[:, :, :num_cached]
+    grown = allocate_cache(cache.manifest, cache.batch, capacity, cache.place)
+    copy_positions(grown.buffers, cache.buffers, num_cached, cache.place)
     grown.depth[:, :num_cached] = cache.depth[:, :num_cached]
     return grown
 
@@ -103,11 +117,7 @@ class BoundGraph:
     def __init__(self, session: onnxruntime.InferenceSession, cache: KvCache, name: str, has_logits: bool) -> None:
         manifest, self._cache, self._session, self._name = cache.manifest, cache, session, name
         self._binding = session.io_binding()
-        self._values = []  # the binding does not keep the memory alive
-        for past_name, present_name, value in cache.bindings():
-            self._binding.bind_ortvalue_input(past_name, value)
-            self._binding.bind_ortvalue_output(present_name, value)
-            self._values.append(value)
+        cache.bind(self._binding)  # the binding does not keep the memory alive: `_cache` does
         self._ids_name, self._mask_name = manifest.input_ids, manifest.attention_mask
         self._ones = np.ones((1, cache.capacity), np.int64)
         self._one_token = np.zeros((cache.batch, 1), np.int64)  # [B, 1], bound again only after a longer input
@@ -126,7 +136,7 @@ class BoundGraph:
         self._logits = np.zeros(shape, _STORAGE[self._logits_kind])
         value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(self._logits, _ONNX_TYPES[self._logits_kind])
         self._binding.bind_ortvalue_output(manifest.logits, value)
-        self._values.append(value)
+        self._logits_value = value  # the binding does not keep the memory alive
 
     def run(self, ids: np.ndarray, lengths: np.ndarray, cancellation: Cancellation | None = None) -> None:
         """Feed new tokens and write their K and V in place.

@@ -23,6 +23,7 @@ FORMAT = "pop-bundle"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 KV_DTYPES = ("float32", "float16", "bfloat16")
+DIALECTS = ("ort", "standard")  # with ONNX Runtime's own operators, or with those of ONNX alone
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Manifest:
     tokenizer_config: str | None = (
         None  # file name of `tokenizer_config.json`: the special tokens a chat template names
     )
+    dialect: str = "ort"  # one of DIALECTS: operators of the graphs
 
 
 def sha256_of(path: Path) -> str:
@@ -175,6 +177,7 @@ def check_manifest(manifest: Manifest, place: str) -> None:
         (not outside, "files", "paths inside the folder", outside),
         (not unlisted, "files", "every file the manifest names", f"no entry for {', '.join(unlisted)}"),
         (manifest.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}", manifest.kv_dtype),
+        (manifest.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}", manifest.dialect),
         (len(manifest.kv_layers) == plan.num_layers, "kv_layers", f"{plan.num_layers} layers", len(manifest.kv_layers)),
         (plan.num_layers > 0 and min(layers, default=0) > 0, "kv_layers", "sizes of at least 1", manifest.kv_layers),
         (
@@ -204,19 +207,28 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         ModelError: the first file that is missing, of another size, altered or unreadable.
     """
-    for name, entry in manifest.files.items():
+    verify_entries(folder, manifest.files, "pop-export")
+
+
+def verify_entries(folder: Path, files: dict[str, FileEntry], maker: str) -> None:
+    """Check size and sha256 of files, and name the command that makes them anew.
+
+    Raises:
+        ModelError: the first file that is missing, of another size, altered or unreadable.
+    """
+    for name, entry in files.items():
         path = folder / name
         if not path.is_file():
-            raise ModelError(f"{path}: expected a file of {entry.bytes} bytes, found none; re-run pop-export")
+            raise ModelError(f"{path}: expected a file of {entry.bytes} bytes, found none; re-run {maker}")
         num_bytes = path.stat().st_size
         if num_bytes != entry.bytes:
-            raise ModelError(f"{path}: expected {entry.bytes} bytes, found {num_bytes}; re-run pop-export")
+            raise ModelError(f"{path}: expected {entry.bytes} bytes, found {num_bytes}; re-run {maker}")
         try:
             sha256 = sha256_of(path)
         except OSError as error:
             raise ModelError(f"{path}: expected a readable file, found {_one_line(error)}; check its rights") from error
         if sha256 != entry.sha256:
-            raise ModelError(f"{path}: expected sha256 {entry.sha256}, found {sha256} (altered); re-run pop-export")
+            raise ModelError(f"{path}: expected sha256 {entry.sha256}, found {sha256} (altered); re-run {maker}")
 
 
 def _stays_inside(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -20,18 +21,20 @@ from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.generate import Generation
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest, read_manifest, verify_files
+from pop_runtime.providers import Target
 from pop_runtime.request import Defaults, Options, check_options, make_request
 from pop_runtime.sampling import unknown_settings
 from pop_runtime.sequence import Sequence, checked_ids
-from pop_runtime.sessions import SessionPair, open_pair
+from pop_runtime.sessions import SessionPair, engine_for, open_pair
 from pop_runtime.text import encode, open_tokenizer
 
 Prompt = str | Items[Message] | Items[int]
 
 
 def load(
-    folder: str | PathLike[str], threads: int | None = None, verify: bool = True, low_memory: bool = False
-) -> Model:
+    folder: str | PathLike[str], threads: int | None = None, verify: bool = True, low_memory: bool = False,
+    ep: str = "cpu", device: int = 0, engine: bool = False,
+) -> Model:  # fmt: skip
     """Return the bundle in `folder`, ready to generate.
 
     Args:
@@ -39,17 +42,25 @@ def load(
         threads: of each session; None takes the cores this process may run on.
         verify: whether to compare the sha256 of every file with the manifest.
         low_memory: share the weights between prefill and decode where the precision allows it, for slower steps.
+        ep: execution provider, a key of `providers.PROVIDERS`.
+        device: number of its device.
+        engine: run what `pop-compile` made for this provider on this machine; the TensorRT providers always do.
 
     Raises:
-        UsageError: fewer than one thread.
+        UsageError: fewer than one thread, an unknown provider, or one that does not take the bundle's dialect.
         ModelError: the folder is not a whole, unaltered bundle of a known format.
-        BackendError: ONNX Runtime cannot load a graph.
+        BackendError: ONNX Runtime cannot load a graph, the provider or device is missing, or no engine fits.
     """
+    target = Target(ep, device)
     path = Path(folder)
     manifest = read_manifest(path)
     if verify:
         verify_files(path, manifest)
-    return Model(path, manifest, open_pair(path, manifest, threads, low_memory))
+    built = engine_for(path, manifest, target, engine, verify)
+    if built is not None and built.facts.shapes is not None:  # an engine's buffers may be shorter than the model
+        longest = min(manifest.max_positions, built.facts.shapes.max_seq_len)
+        manifest = dataclasses.replace(manifest, max_positions=longest)
+    return Model(path, manifest, open_pair(path, manifest, threads, low_memory, target, built))
 
 
 class Model:
@@ -138,7 +149,7 @@ class Model:
         """
         if not 1 <= capacity <= self.manifest.max_positions:
             raise UsageError(f"capacity: expected 1..{self.manifest.max_positions} tokens, found {capacity}")
-        return Sequence(self.sessions, allocate_cache(self.manifest, 1, capacity))
+        return Sequence(self.sessions, allocate_cache(self.manifest, 1, capacity, self.sessions.place))
 
     def encode_prompt(self, prompt: Prompt, raw: bool = False, is_first_turn: bool = True) -> list[int]:
         """Return the token ids of a prompt.

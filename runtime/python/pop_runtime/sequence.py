@@ -118,7 +118,8 @@ class Sequence:
         try:
             if self.num_cached < start:
                 self.feed(self.token_ids[-1:], "decode", cancellation)
-            for stretch in plan_turn(start, len(ids), windows if prefill == "pop" else None, chunk_tokens):
+            chunk = min(chunk_tokens, self.cache.place.longest_run)
+            for stretch in plan_turn(start, len(ids), windows if prefill == "pop" else None, chunk):
                 piece = ids[stretch.start : stretch.stop]
                 self.feed(piece, stretch.stage, cancellation)
                 self.token_ids.extend(piece)

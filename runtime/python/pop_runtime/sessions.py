@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from pop_runtime.engine import Engine, find_engine
 from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.manifest import Manifest
+from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on
+from pop_runtime.providers import CPU, HOST, Place, Target, shape_profiles
 
-try:
-    import onnxruntime
-except ModuleNotFoundError as missing:  # the base install leaves the choice of CPU or GPU package to an extra
-    raise BackendError("onnxruntime: expected the package, found none; pip install 'pop-export[cpu]'") from missing
-
-PROVIDERS = ("CPUExecutionProvider",)
 # Settings of each session. Each has its own threads, which spin for work while idle unless told not to.
 # - Prefill threads do not spin, so that they cannot take cores from the decode steps that follow. It costs prefill
 #   little: 625 ms spinning, 641 ms not (SmolLM2, 511 tokens, 10 of 30 layers skipped, 2 cores).
@@ -37,6 +34,9 @@ class SessionPair:
     prefill: onnxruntime.InferenceSession
     decode: onnxruntime.InferenceSession
     threads: int
+    target: Target = CPU
+    place: Place = HOST  # of the KV buffers
+    nodes_by_provider: dict[str, dict[str, int]] = field(default_factory=dict)  # by graph
 
 
 def visible_cores() -> int:
@@ -46,15 +46,28 @@ def visible_cores() -> int:
     return os.cpu_count() or 1
 
 
-def open_pair(folder: Path, manifest: Manifest, threads: int | None, low_memory: bool = False) -> SessionPair:
+def open_pair(
+    folder: Path,
+    manifest: Manifest,
+    threads: int | None,
+    low_memory: bool = False,
+    target: Target = CPU,
+    engine: Engine | None = None,
+) -> SessionPair:
     """Return both sessions, each with `threads` threads (None: the visible cores).
 
-    With `low_memory` they share the weights as they lie in the file, where that does not ruin their speed.
+    Args:
+        folder: of the bundle.
+        manifest: of the bundle.
+        threads: on the CPU.
+        low_memory: share the weights as they lie in the file, where that does not ruin the speed.
+        target: provider and device.
+        engine: what `pop-compile` made for it, in place of the bundle's graphs.
 
     Raises:
         UsageError: fewer than one thread.
         ModelError: a graph is missing, or its inputs and outputs are not those of the manifest.
-        BackendError: ONNX Runtime cannot load a graph.
+        BackendError: ONNX Runtime cannot load a graph, or not on the target alone.
     """
     if threads is not None and threads < 1:
         raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
@@ -66,14 +79,55 @@ def open_pair(folder: Path, manifest: Manifest, threads: int | None, low_memory:
         decode = decode if manifest.precision.startswith("int") else {**decode, **UNPACKED}
     graphs = ((manifest.prefill_graph, prefill, False), (manifest.decode_graph, decode, True))
     for name, entries, has_logits in graphs:
-        session = open_session(folder / name, count, entries)
+        session = open_session(folder / name, count, entries, target, manifest, engine)
         check_graph(session, manifest, str(folder / name), has_logits)
         sessions.append(session)
-    return SessionPair(sessions[0], sessions[1], count)
+    shapes = None if engine is None else engine.facts.shapes
+    place = Place(target.provider.memory, target.device, shapes)
+    names = (manifest.prefill_graph, manifest.decode_graph)
+    nodes = {name: nodes_by_provider(session) for name, session in zip(names, sessions, strict=True)}
+    return SessionPair(sessions[0], sessions[1], count, target, place, nodes)
 
 
-def open_session(path: Path, threads: int, entries: Mapping[str, str]) -> onnxruntime.InferenceSession:
+def engine_for(folder: Path, manifest: Manifest, target: Target, wanted: bool, verify: bool = True) -> Engine | None:
+    """Return the engine to run: None where none is wanted and the provider runs the bundle's graphs as they are.
+
+    Raises:
+        BackendError: no engine fits.
+        UsageError: the provider does not take the bundle's dialect.
+    """
+    require_dialect(manifest, target)
+    if not wanted and not target.provider.needs_engine:
+        return None
+    return find_engine(folder, manifest, target, verify)
+
+
+def require_dialect(manifest: Manifest, target: Target) -> None:
+    """Raise UsageError unless the provider takes the bundle's dialect."""
+    if manifest.dialect not in target.provider.dialects:
+        raise UsageError(
+            f"--ep {target.ep}: expected a bundle of dialect {' or '.join(target.provider.dialects)}, found "
+            f"{manifest.dialect}; export it again with --dialect {target.provider.dialects[0]}"
+        )
+
+
+def open_session(
+    path: Path,
+    threads: int,
+    entries: Mapping[str, str],
+    target: Target = CPU,
+    manifest: Manifest | None = None,
+    engine: Engine | None = None,
+) -> onnxruntime.InferenceSession:
     """Return a session for one graph file; the provider is the one asked for or none.
+
+    Args:
+        path: of the graph in the bundle.
+        threads: on the CPU.
+        entries: settings of the session.
+        target: provider and device.
+        manifest: of the bundle; needed with an engine.
+        engine: its file of the same name is opened instead.
 
     Raises:
         ModelError: no such file.
@@ -81,6 +135,29 @@ def open_session(path: Path, threads: int, entries: Mapping[str, str]) -> onnxru
     """
     if not path.is_file():
         raise ModelError(f"{path}: expected an ONNX graph, found none; re-run pop-export")
+    options = session_options(threads, entries)
+    precision, profiles, graph = None, {}, str(path)
+    if engine is not None:
+        assert manifest is not None
+        precision, shapes = engine.facts.precision, engine.facts.shapes
+        if shapes is not None:
+            profiles = shape_profiles(manifest, shapes, path.name == manifest.decode_graph)
+        graph = str(engine.folder / path.name)
+        if not target.provider.makes_context:
+            # an optimised graph reads the bundle's weights, and needs no second optimisation
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    content = graph if engine is None or target.provider.makes_context else Path(graph).read_bytes()
+    try:
+        return open_on(target, content, options, target.provider.options(target.device, precision, profiles))
+    except BackendError:
+        raise
+    except Exception as error:  # ONNX Runtime's errors share no base but Exception
+        raise backend_error(path.name, "a graph that ONNX Runtime loads", error) from error
+
+
+def session_options(threads: int, entries: Mapping[str, str]) -> onnxruntime.SessionOptions:
+    """Return the settings that every session of the runtime has, and `entries`."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: warnings would mix with the streamed text's terminal
     options.intra_op_num_threads = threads  # if left to ORT it pins threads, even to cores it may not use
@@ -88,10 +165,7 @@ def open_session(path: Path, threads: int, entries: Mapping[str, str]) -> onnxru
     options.enable_mem_pattern = False  # kept per input shape, but the mask is longer at every step: never used again
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=list(PROVIDERS))
-    except Exception as error:  # ONNX Runtime's errors share no base but Exception
-        raise backend_error(path.name, "a graph that ONNX Runtime loads", error) from error
+    return options
 
 
 def backend_error(place: str, expected: str, error: Exception) -> BackendError:

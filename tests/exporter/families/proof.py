@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pop_export.bundle import save_graphs
+from pop_export.config import Dialect
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
@@ -37,15 +38,18 @@ class Exported:
     """A tiny export in a folder, open, with the model it was made from."""
 
     model: PreTrainedModel
+    folder: Path
     manifest: Manifest
     sessions: SessionPair
     decode_ops: tuple[str, ...]  # operators of the decode graph
 
 
-def export_pair(model: PreTrainedModel, folder: Path, skipped: tuple[int, ...] = SKIPPED) -> Exported:
+def export_pair(
+    model: PreTrainedModel, folder: Path, skipped: tuple[int, ...] = SKIPPED, dialect: Dialect = "ort"
+) -> Exported:
     """Return the pair exported to `folder` with `skipped` layers left out of prefill."""
     kv_layers = kv_layout(model)
-    decode = build_decode_graph(model, kv_layers)
+    decode = build_decode_graph(model, kv_layers, dialect)
     manifest = Manifest(
         model={},
         vocab_size=model.get_output_embeddings().weight.shape[0],
@@ -61,11 +65,12 @@ def export_pair(model: PreTrainedModel, folder: Path, skipped: tuple[int, ...] =
         tokenizer=None,
         chat_template=None,
         generation_config=None,
+        dialect=dialect,
     )
     prefill = cut_prefill_graph(decode, PrefillPlan(frozenset(skipped)))
     ops = tuple(node.op_type for node in decode.graph)
     save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
-    return Exported(model, manifest, open_pair(folder, manifest, threads=1), ops)
+    return Exported(model, folder, manifest, open_pair(folder, manifest, threads=1), ops)
 
 
 def prompt_ids(num_tokens: int = NUM_PROMPT + NUM_STEPS, seed: int = 0, vocab_size: int = 250) -> list[int]:

@@ -1,7 +1,10 @@
 """One family for each way in which families differ by default; all that users ask for behind `-m slow`."""
 
+from typing import get_args
+
 import pytest
 
+from pop_export.config import Dialect
 from pop_export.graph.attention_form import choose_attention
 from pop_runtime.errors import ModelError
 from tests.exporter.families import proof
@@ -35,9 +38,10 @@ def test_the_pair_of_a_core_family_computes_what_pytorch_does(export_of, model_t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dialect", get_args(Dialect))
 @pytest.mark.parametrize("model_type", COMMON_FAMILIES)
-def test_the_pair_of_a_common_family_computes_what_pytorch_does(export_of, model_type):
-    prove(export_of(model_type))
+def test_the_pair_of_a_common_family_computes_what_pytorch_does(export_of, model_type, dialect):
+    prove(export_of(model_type, dialect))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "jamba", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v4"])
