@@ -36,7 +36,11 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments)))
         return
-    print("| chunk | tokens | peak MB, cache apart | over the shortest | prefill CPU s | tokens per CPU s |\n" + "|---" * 6 + "|")
+    print(
+        "| chunk | tokens | peak MB, cache apart | over the shortest | prefill CPU s | tokens per CPU s |\n"
+        + "|---" * 6
+        + "|"
+    )
     for chunk in arguments.chunks:
         shortest = None
         for tokens in arguments.tokens:

@@ -294,7 +294,8 @@ def _finish(folder: Path, manifest: Manifest, calibration: Calibration, report: 
     """Write calibration and report, the manifest last, and return it complete."""
     write_calibration(folder / "calibration.json", calibration)
     write_json(folder / "report.json", report)
-    write_json(folder / "genai_config.json", genai_config(manifest))
+    if (genai := genai_config(manifest)) is not None:
+        write_json(folder / "genai_config.json", genai)
     write_html(folder / "report.html", report)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     complete = dataclasses.replace(manifest, files=describe_files(folder, names))

@@ -40,6 +40,7 @@ class Exported:
     manifest: Manifest
     sessions: SessionPair
     decode_ops: tuple[str, ...]  # operators of the decode graph
+    folder: Path
 
 
 def export_pair(model: PreTrainedModel, folder: Path, skipped: tuple[int, ...] = SKIPPED) -> Exported:
@@ -65,7 +66,7 @@ def export_pair(model: PreTrainedModel, folder: Path, skipped: tuple[int, ...] =
     prefill = cut_prefill_graph(decode, PrefillPlan(frozenset(skipped)))
     ops = tuple(node.op_type for node in decode.graph)
     save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
-    return Exported(model, manifest, open_pair(folder, manifest, threads=1), ops)
+    return Exported(model, manifest, open_pair(folder, manifest, threads=1), ops, folder)
 
 
 def prompt_ids(num_tokens: int = NUM_PROMPT + NUM_STEPS, seed: int = 0, vocab_size: int = 250) -> list[int]:
