@@ -11,9 +11,14 @@ from typing import Any
 from pop_runtime.manifest import Manifest
 
 
-def genai_config(manifest: Manifest) -> dict[str, Any]:
-    """Return what onnxruntime-genai needs to know of a bundle; every fact comes from the manifest."""
+def genai_config(manifest: Manifest) -> dict[str, Any] | None:
+    """Return what onnxruntime-genai needs to know of a bundle; every fact comes from the manifest.
+
+    None if it could not hold the cache, which it allocates with one head count and one head size for everything.
+    """
     layer = manifest.kv_layers[0]
+    if set(manifest.kv_layers) != {layer} or layer.key_head_size != layer.value_head_size:
+        return None
     past = {
         "past_key_names": manifest.past_key.format(layer="%d"),
         "past_value_names": manifest.past_value.format(layer="%d"),

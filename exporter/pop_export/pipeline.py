@@ -297,8 +297,9 @@ def _finish(folder: Path, manifest: Manifest, calibration: Calibration, report: 
     """Write calibration and report, the manifest last, and return it complete."""
     write_calibration(folder / "calibration.json", calibration)
     write_json(folder / "report.json", report)
-    if manifest.dialect == "ort":  # the only one that onnxruntime-genai was tried with
-        write_json(folder / "genai_config.json", genai_config(manifest))
+    genai = genai_config(manifest) if manifest.dialect == "ort" else None  # the only one that it was tried with
+    if genai is not None:
+        write_json(folder / "genai_config.json", genai)
     write_html(folder / "report.html", report)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     complete = dataclasses.replace(manifest, files=describe_files(folder, names))

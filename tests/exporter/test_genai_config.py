@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import onnx
+
+from pop_export.genai_config import genai_config
+from pop_runtime.manifest import KvLayer
 
 STAGE_FLAGS = {"prefill": (True, False), "decode": (False, True)}
 
@@ -29,3 +33,13 @@ def test_sizes_and_special_tokens_are_those_of_the_manifest(tiny_bundle):
     assert model["decoder"]["head_size"] == 16
     assert model["decoder"]["num_key_value_heads"] == 2
     assert model["decoder"]["num_hidden_layers"] == 5
+
+
+def test_a_cache_that_genai_cannot_hold_gets_no_config(tiny_bundle):
+    manifest = tiny_bundle.manifest
+    assert genai_config(manifest) is not None
+    for odd in (KvLayer(2, 16, 8), KvLayer(1, 16, 16)):
+        layers = (*manifest.kv_layers[:-1], odd)
+        assert genai_config(dataclasses.replace(manifest, kv_layers=layers)) is None
+    alike = (KvLayer(2, 16, 8),) * len(manifest.kv_layers)
+    assert genai_config(dataclasses.replace(manifest, kv_layers=alike)) is None

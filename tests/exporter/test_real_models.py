@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,7 +17,9 @@ from pop_export.layer_plan import parse_layers
 from pop_export.pipeline import export
 from pop_export.reference import PrefillPlan
 from pop_export.verify import NUM_STEPS, prompt_length, verify
-from pop_runtime.sessions import visible_cores
+from pop_runtime.manifest import Windows
+from pop_runtime.sessions import open_pair, visible_cores
+from tests.exporter.genai_pair import NUM_NEW, genai_tokens
 
 pytestmark = pytest.mark.real
 QUESTION = "Explain in two sentences why the sky is blue."
@@ -93,3 +97,19 @@ def test_the_full_prefill_answers_like_transformers(bundle, smollm2):
 def test_the_pair_answers_the_question_in_words(bundle):
     text = "".join(token.text for token in pop_runtime.load(bundle.folder).generate(QUESTION, max_new_tokens=48))
     assert "sky" in text.lower() or "light" in text.lower()
+
+
+@pytest.mark.parametrize("prefill", ["pop", "full"])
+def test_genai_gets_the_runtimes_tokens(bundle, prefill):
+    """At sink 0 and boundary 1, which is all genai can do; the graphs do not depend on the windows."""
+    manifest = dataclasses.replace(bundle.manifest, windows=Windows(0, 1))
+    model = pop_runtime.Model(bundle.folder, manifest, open_pair(bundle.folder, manifest, visible_cores()))
+    ids = model.encode_prompt("Write a long story about a lighthouse keeper who finds a letter.")
+    generation = model.generate(
+        ids, max_new_tokens=NUM_NEW, prefill=prefill, temperature=0, repetition_penalty=1, ignore_eos=False
+    )
+    wanted = [token.id for token in generation]
+    found = genai_tokens(bundle.folder, ids, NUM_NEW, prefill)
+    if generation.stop_reason == "end":
+        assert found.pop() in manifest.eos_token_ids
+    assert found == wanted and len(wanted) > 50

@@ -234,3 +234,17 @@ def test_files_are_described_sorted_by_name(folder: Path) -> None:
     described = describe_files(folder, ["weights.bin", "decode.onnx"])
     assert list(described) == ["decode.onnx", "weights.bin"]
     assert described["weights.bin"] == FileEntry(11, "8a8b09bd4837c5a5078957ae41ebf4ab4231783eb2111f475aed343d8cc6641d")
+
+
+@pytest.mark.parametrize("name", ["past.key", "{layer}.{layer}", "{layer}.{other}", "{layer", "{layer.__class__}"])
+def test_a_name_that_str_format_could_stumble_over_is_refused(folder: Path, name: str) -> None:
+    """`"{lay"` once raised KeyError out of the session's checks."""
+    _edit(folder, lambda content: content.update(past_key=name))
+    with pytest.raises(ModelError, match=r"past_key, present_key, ...: expected names with \{layer\} once"):
+        read_manifest(folder)
+
+
+def test_a_file_name_too_long_for_any_file_is_refused(folder: Path) -> None:
+    _edit(folder, lambda content: content["files"].update({"x" * 5000: {"bytes": 1, "sha256": ""}}))
+    with pytest.raises(ModelError, match=r"expected a file, found File name too long"):
+        verify_files(folder, read_manifest(folder))

@@ -172,10 +172,13 @@ def check_manifest(manifest: Manifest, place: str) -> None:
     optional = (manifest.tokenizer, manifest.tokenizer_config, manifest.chat_template, manifest.generation_config)
     unlisted = [name for name in (*named, *optional) if name is not None and name not in manifest.files]
     outside = [name for name in manifest.files if not _stays_inside(name)]
+    patterns = (manifest.past_key, manifest.past_value, manifest.present_key, manifest.present_value)
+    odd = [name for name in patterns if not _numbers_layers(name)]
     layers = [size for kv in manifest.kv_layers for size in dataclasses.astuple(kv)]
     rules: tuple[tuple[bool, str, str, object], ...] = (
         (not outside, "files", "paths inside the folder", outside),
         (not unlisted, "files", "every file the manifest names", f"no entry for {', '.join(unlisted)}"),
+        (not odd, "past_key, present_key, ...", "names with {layer} once and no other brace", odd),
         (manifest.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}", manifest.kv_dtype),
         (manifest.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}", manifest.dialect),
         (len(manifest.kv_layers) == plan.num_layers, "kv_layers", f"{plan.num_layers} layers", len(manifest.kv_layers)),
@@ -218,9 +221,12 @@ def verify_entries(folder: Path, files: dict[str, FileEntry], maker: str) -> Non
     """
     for name, entry in files.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            num_bytes = path.stat().st_size if path.is_file() else None
+        except OSError as error:  # a name that no file can have
+            raise ModelError(f"{folder}, {_shown(name)}: expected a file, found {error.strerror}") from error
+        if num_bytes is None:
             raise ModelError(f"{path}: expected a file of {entry.bytes} bytes, found none; re-run {maker}")
-        num_bytes = path.stat().st_size
         if num_bytes != entry.bytes:
             raise ModelError(f"{path}: expected {entry.bytes} bytes, found {num_bytes}; re-run {maker}")
         try:
@@ -236,6 +242,11 @@ def _stays_inside(name: str) -> bool:
     windows = PureWindowsPath(name)
     parts = PurePosixPath(name).parts
     return bool(parts) and not (name.startswith("/") or windows.anchor or ".." in parts or ".." in windows.parts)
+
+
+def _numbers_layers(name: str) -> bool:
+    """Return whether a name takes a layer's number, and `str.format` finds nothing else to do in it."""
+    return name.count("{layer}") == 1 and not set(name.replace("{layer}", "")) & set("{}")
 
 
 def _decode(value: Any, kind: Any, place: str) -> Any:
