@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import onnx
 import pytest
 
 import pop_runtime
@@ -88,9 +90,11 @@ def test_half_precision_runs_over_half_precision_buffers(tmp_path: Path) -> None
 
 def test_bfloat16_buffers_hold_two_bytes_a_number(model: pop_runtime.Model) -> None:
     cache = allocate_cache(dataclasses.replace(model.manifest, kv_dtype="bfloat16"), 2, 8)
-    values = [value for _, _, value in cache.bindings()]
-    assert {value.data_type() for value in values} == {"tensor(bfloat16)"}
-    assert values[0].shape() == [2, 2, 8, 16]
+    assert {buffer.dtype.itemsize for buffer in cache.buffers.values()} == {2}
+    binding = Mock()
+    cache.bind(binding)
+    _, _, _, onnx_type, shape, _ = binding.bind_input.call_args.args
+    assert (onnx_type, shape) == (onnx.TensorProto.BFLOAT16, [2, 2, 8, 16])
 
 
 # End tokens
