@@ -7,6 +7,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from pop_export.graph.passes.name_sizes import name_sizes
 from pop_export.graph.passes.resolve_markers import marked_value, resolve_markers
 from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
@@ -122,3 +123,15 @@ def test_every_topk_gives_its_results_sorted():
     given = {"x": np.array([[3, 1, 2, 9, 4, 5]], np.float32)}
     assert sort_topk(model) == 1 and sort_topk(model) == 0
     assert [found.tolist() for found in _run(model, given)] == [[[9, 5]], [[9, 5]]]
+
+
+def test_numbered_sizes_get_the_names_of_the_documentation():
+    ids = ir.val("input_ids", ir.DataType.INT64, ["s7", "s3"])
+    past = ir.val("past_key_values.0.key", ir.DataType.FLOAT, ["s7", 2, "s9", 4])
+    shape = ir.node("Shape", [past])
+    y = _named(ir.node("Identity", [past]), "present.0.key", ["s7", 2, "s9", 4])
+    z = _named(ir.node("Identity", [past]), "z", ["s9 + s33", 2, None, 4])
+    model = _model([ids, past], [y], [shape, y.producer(), z.producer()], [])
+    assert name_sizes(model) == 4
+    assert [str(size) for size in model.graph.inputs[0].shape] == ["batch", "seq"]
+    assert y.shape == ["batch", 2, "capacity", 4] and z.shape[0] == "capacity + s33" and z.shape[2].value is None

@@ -15,6 +15,7 @@ from pop_export.config import Dialect
 from pop_export.family import kv_layout
 from pop_export.graph.attention_form import choose_attention
 from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED
+from pop_export.graph.passes.name_sizes import name_sizes
 from pop_export.graph.passes.resolve_markers import resolve_markers
 from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
@@ -43,6 +44,7 @@ def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], d
     if not form.fused:
         graph.metadata_props[WHY_ATTENTION_IS_NOT_FUSED] = form.reason
     _hold_tensors(graph)
+    name_sizes(graph)
     _name_weights_as_checkpoint(graph)
     store_weights_as_read(graph)
     _tidy(graph)

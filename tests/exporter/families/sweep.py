@@ -3,8 +3,9 @@
     python -m tests.exporter.families.sweep                  all that has no result yet, then the page
     python -m tests.exporter.families.sweep llama gpt_oss    these again
     python -m tests.exporter.families.sweep --page           the page alone
+    python -m tests.exporter.families.sweep --dialect standard   the same in ONNX operators alone; no page, a list
 
-Results lie in build/families/<model type>.json; a run that was stopped goes on where it ended.
+Results lie in build/families/<dialect>/<model type>.json; a run that was stopped goes on where it ended.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import multiprocessing
 import resource
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from pop_export.config import Dialect
 from pop_export.graph.attention_form import choose_attention
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.hf_folder import refuse_non_decoder
@@ -34,7 +37,7 @@ TIME_LIMIT_S = 900
 TEXT_PARTS = {"gemma3": "gemma3_text"}  # multimodal checkpoints that pop_export.multimodal takes the decoder out of
 
 
-def prove_family(model_type: str) -> dict[str, Any]:
+def prove_family(model_type: str, dialect: Dialect = "ort") -> dict[str, Any]:
     """Return the family's result: status "proven", "refused" or "failed", with figures or the reason."""
     result: dict[str, Any] = {"model_type": model_type, "architecture": "", "status": "failed"}
     try:
@@ -42,7 +45,7 @@ def prove_family(model_type: str) -> dict[str, Any]:
             refuse_non_decoder(Path(model_type), as_checkpoint(model_type))
             model = tiny_family_model(TEXT_PARTS.get(model_type, model_type))
             result["architecture"] = type(model).__name__
-            exported = proof.export_pair(model, Path(folder))
+            exported = proof.export_pair(model, Path(folder), dialect=dialect)
             result |= _figures(exported)
     except PopError as error:
         return result | {"status": "refused", "reason": str(error)}
@@ -81,28 +84,28 @@ def _window_counts(model_type: str) -> bool:
     return proof.relative(without, right) > 10 * proof.TOLERANCE
 
 
-def _run(model_type: str) -> None:
+def _run(model_type: str, dialect: Dialect) -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
     started = time.monotonic()
-    result = prove_family(model_type)
+    result = prove_family(model_type, dialect)
     result["seconds"] = round(time.monotonic() - started, 1)
-    (RESULTS / f"{model_type}.json").write_text(json.dumps(result, indent=1))
+    (RESULTS / dialect / f"{model_type}.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result), flush=True)
 
 
-def sweep(model_types: list[str], num_processes: int) -> None:
+def sweep(model_types: list[str], num_processes: int, dialect: Dialect) -> None:
     """Prove each family in a process of its own: memory, time and crashes stay there."""
     context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)
     warm = tiny_family_model("llama")
-    build_decode_graph(warm, kv_layout(warm))  # the translations are then loaded in every process
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    build_decode_graph(warm, kv_layout(warm), dialect)  # the translations are then loaded in every process
+    (RESULTS / dialect).mkdir(parents=True, exist_ok=True)
     waiting, running = list(model_types), {}
     while waiting or running:
         while waiting and len(running) < num_processes:
             name = waiting.pop(0)
-            process = context.Process(target=_run, args=(name,))
+            process = context.Process(target=_run, args=(name, dialect))
             process.start()
             running[name] = (process, time.monotonic())
         for name, (process, started) in list(running.items()):
@@ -112,7 +115,7 @@ def sweep(model_types: list[str], num_processes: int) -> None:
             elif not process.is_alive():
                 if process.exitcode:
                     result = {"model_type": name, "status": "failed", "reason": f"ended with {process.exitcode}"}
-                    (RESULTS / f"{name}.json").write_text(json.dumps(result))
+                    (RESULTS / dialect / f"{name}.json").write_text(json.dumps(result))
                 del running[name]
 
 
@@ -126,16 +129,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model_types", nargs="*")
     parser.add_argument("--page", action="store_true", help="write the page from the results there are")
+    parser.add_argument("--dialect", choices=get_args(Dialect), default="ort")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
+    folder = RESULTS / arguments.dialect
     if not arguments.page:
-        missing = [name for name in causal_model_types() if not (RESULTS / f"{name}.json").exists()]
-        sweep(arguments.model_types or sorted(missing, key=_order), arguments.processes)
-    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
+        missing = [name for name in causal_model_types() if not (folder / f"{name}.json").exists()]
+        sweep(arguments.model_types or sorted(missing, key=_order), arguments.processes, arguments.dialect)
+    results = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     for result in results:
         if result["status"] == "proven" and result["windows"] and not _window_counts(result["model_type"]):
             result |= {"status": "failed", "reason": "blind: the same model without its window gives the same logits"}
-    write_page(Path("docs/families.md"), results)
+    if arguments.dialect == "ort":
+        write_page(Path("docs/families.md"), results)
+        return
+    print(Counter(result["status"] for result in results))
+    for result in results:
+        if result["status"] == "failed":
+            print(result["model_type"], result["reason"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""Export a model in dialect `standard` without calibration, prove it, and time full against pruned prefill on the CPU.
+
+    python benchmarks/standard_prefill.py smollm2-135m --layers 18,20-22,24-29 [--dialect ort] [--threads 2]
+
+The K and V projections of skipped layers stay as they are: their fit changes no time. Speed is measured as every export
+measures it (`pop_export.speed`), the difference to PyTorch as every export verifies it (`pop_export.verify`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+import onnx
+import torch
+from device_pair import export_pair
+
+from pop_export.calibration.corpus import calibration_samples
+from pop_export.checkpoint import load_checkpoint
+from pop_export.config import Dialect
+from pop_export.layer_plan import parse_layers
+from pop_export.reference import PrefillPlan
+from pop_export.speed import measure_speed
+from pop_export.verify import NUM_STEPS, prompt_length, verify
+
+
+def main() -> None:
+    """Print one line for people and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--layers", required=True, metavar="LIST", help="skipped in prefill: 20-29 or 5,12-14")
+    parser.add_argument("--dialect", choices=get_args(Dialect), default="standard")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--no-verify", action="store_true", help="time only")
+    arguments = parser.parse_args()
+    checkpoint = load_checkpoint(arguments.model, offline=True)
+    model = checkpoint.model
+    skipped = parse_layers(arguments.layers, model.config.num_hidden_layers)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        manifest = export_pair(model, folder, torch.float32, arguments.dialect, skipped)
+        speed = measure_speed(folder, manifest, arguments.threads)
+        result = {"dialect": arguments.dialect, "skipped_layers": skipped, "speed": dataclasses.asdict(speed)}
+        print(
+            f"{arguments.dialect}: prefill of {speed.num_prompt_tokens} tokens {speed.full_prefill_ms:.0f} ms full, "
+            f"{speed.pruned_prefill_ms:.0f} ms pruned: {speed.prefill_speedup:.2f} x; a step "
+            f"{speed.decode_ms_per_token:.1f} ms",
+            flush=True,
+        )
+        if not arguments.no_verify:
+            for graph in (manifest.prefill_graph, manifest.decode_graph):
+                onnx.checker.check_model(str(folder / graph), full_check=True)
+                proto = onnx.load(folder / graph, load_external_data=False)
+                onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+            num_tokens = prompt_length(model) + NUM_STEPS
+            samples = calibration_samples(checkpoint.tokenizer, num_samples=1, length=num_tokens, seed=0)
+            plan = PrefillPlan(frozenset(skipped))
+            checks = verify(folder, manifest, model, plan, samples.ids[0].tolist(), arguments.threads).checks
+            for check in checks:
+                print(
+                    f"{check.name}: {check.largest_difference:.1e}, largest logit {check.largest_logit:.3g}", flush=True
+                )
+            result["checks"] = [dataclasses.asdict(check) for check in checks]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
