@@ -113,3 +113,26 @@ def test_genai_gets_the_runtimes_tokens(bundle, prefill):
     if generation.stop_reason == "end":
         assert found.pop() in manifest.eos_token_ids
     assert found == wanted and len(wanted) > 50
+
+
+def test_a_batch_of_mixed_lengths_gives_what_each_prompt_gives_alone(bundle):
+    model = pop_runtime.load(bundle.folder)
+    prompts = [" ".join([f"The keeper of tower {row} walks to the sea."] * (1 + 2 * row)) for row in range(8)]
+    options = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    alone = [[token.id for token in model.generate(prompt, **options)] for prompt in prompts]
+    assert [answer.token_ids for answer in model.generate_batch(prompts, **options)] == alone
+
+
+def test_a_conversation_gives_what_its_whole_text_gives_read_at_once(bundle):
+    model = pop_runtime.load(bundle.folder)
+    conversation = model.conversation()
+    for question in ("Name a river in Africa.", "How long is it?", "And one in Asia?", "Which is longer?"):
+        conversation.append(question)
+        generation = conversation.generate(max_new_tokens=16, prefill="full", temperature=0)
+        answer = [token.id for token in generation]
+        whole = conversation.token_ids[: len(conversation) - len(answer)]
+        again = model.generate(whole, max_new_tokens=16, prefill="full", temperature=0)
+        assert [token.id for token in again] == answer
+        assert generation.stats.num_rewound_tokens == 0
+    text = model.render_prompt(conversation.messages[:-1])
+    assert model.tokenizer.decode(whole, skip_special_tokens=False) == text
