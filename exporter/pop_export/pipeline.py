@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from pop_export.ablation import ablation_summary
 from pop_export.bundle import Bundle, check_space, check_target, save_graphs, staged_folder
 from pop_export.calibration.calibrate import calibrate
 from pop_export.calibration.corpus import Samples, calibration_samples
@@ -175,7 +176,8 @@ def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, 
     quality = quality_summary(lab.settings.protocol, damage, choice.curve, chosen, len(choice.order))
     full, pruned = prompt_work(lab.costs, fitted.plan.skipped_layers, fitted.plan.surrogates)
     work = {"full": dataclasses.asdict(full), "pruned": dataclasses.asdict(pruned)}
-    return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality, "work": work}
+    ablation = ablation_summary(lab, fitted)
+    return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality, "ablation": ablation, "work": work}
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:

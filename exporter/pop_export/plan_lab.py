@@ -14,8 +14,9 @@ from pop_export.damage import Damage, DamageMeter, Protocol
 from pop_export.full_pass import FullPass
 from pop_export.layer_stack import LayerStack
 from pop_export.projections import find_kv_projections
+from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
-from pop_runtime.manifest import KvLayer
+from pop_runtime.manifest import KvLayer, Windows
 
 TRIAL_SHARE = 6  # plans are compared after fitting them on every sixth window
 TRIAL_WINDOWS = 2  # of each source, to measure them on
@@ -89,6 +90,10 @@ class PlanLab:
         skipped, surrogates = sorted(fitted.plan.skipped_layers), sorted(fitted.plan.surrogates)
         speedup = predicted_speedup(self.costs, skipped, surrogates, self.settings.protocol.windows)
         return Point(tuple(skipped), tuple(surrogates), kl_mean_nats, speedup)
+
+    def compare(self, plan: PrefillPlan, windows: Windows) -> Damage:
+        """Return a plan's damage under windows of its own, of no larger sink, on the text of trials."""
+        return self._trial_meter.measure(plan, windows)["all"]
 
     def measure(self, fitted: PrefillFit) -> dict[str, Damage]:
         """Return the damage of a fitted plan by source of text, and over "all"."""

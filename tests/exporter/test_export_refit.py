@@ -39,6 +39,17 @@ def test_the_report_holds_damage_and_the_curve(exported):
     assert [len(point["skipped_layers"]) for point in quality["curve"]] == [0, 1, 2, 3]
 
 
+def test_the_ablation_leaves_out_one_part_after_the_other(exported):
+    report = json.loads((exported / "refit" / "report.json").read_text())
+    published, windows, fits, whole = report["ablation"]["variants"]
+    rows = [(row["sink_tokens"], row["boundary_tokens"]) for row in (published, windows, fits, whole)]
+    assert rows == [(0, 1), (2, 4), (2, 1), (2, 4)]
+    assert whole["kl_mean_nats"] < windows["kl_mean_nats"] < published["kl_mean_nats"]
+    assert whole["kl_mean_nats"] < fits["kl_mean_nats"]
+    by_boundary = {row["boundary_tokens"]: row["kl_mean_nats"] for row in report["ablation"]["windows"]}
+    assert list(by_boundary) == [1, 4, 16] and by_boundary[1] == fits["kl_mean_nats"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [

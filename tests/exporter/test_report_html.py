@@ -71,10 +71,10 @@ def whole(report):
             "chosen": {**damage, "per_source": {"a.txt": {**damage, "kl_mean_nats": 0.5}, "b~1": damage}},
             "curve": curve,
         },
-        "ablation": [
-            {"name": "as published", "kl_mean_nats": 0.2, "top1_agreement": 0.7},
-            {"name": "without KV", "kl_mean_nats": 1.5},
-        ],
+        "ablation": {
+            "variants": [{"name": "as published", "sink_tokens": 0, "boundary_tokens": 1, **damage}],
+            "windows": [{"sink_tokens": 4, "boundary_tokens": size, **damage} for size in (1, 64)],
+        },
         "refit": {"layers": layers},
         "surrogate": {"layers": [{**layers[0], "projection": "surrogate"}]},
     }
@@ -104,7 +104,7 @@ def test_sections_without_data_are_left_out(report, whole):
         return set(re.findall(r'<section id="(\w+)"', render_html(content)))
 
     always = {"importance", "windows", "verification", "speed", "samples", "repeat"}
-    assert sections(report) - {"quality", "refit", "surrogate"} == always
+    assert sections(report) - {"quality", "ablation", "refit", "surrogate"} == always
     assert sections(whole) == always | {"quality", "ablation", "refit", "surrogate"}
     assert sections({**report, "samples": [], "quality": None, "refit": None, "surrogate": None}) == always - {
         "samples"
@@ -122,7 +122,7 @@ def test_text_from_the_model_is_escaped(whole):
     hostile = copy.deepcopy(whole)
     attack = "</p><script>alert('x')</script>\"'&"
     hostile["model"]["name"] = hostile["model"]["license"] = hostile["command_line"] = attack
-    hostile["ablation"][0]["name"] = hostile["verification"]["checks"][0]["name"] = attack
+    hostile["ablation"]["variants"][0]["name"] = hostile["verification"]["checks"][0]["name"] = attack
     hostile["refit"]["layers"][0]["projection"] = attack
     hostile["settings"] = {attack: attack}
     hostile["samples"] = [{"prompt": attack, "full": attack, "pruned": attack, "common_tokens": 3}]
