@@ -106,9 +106,8 @@ def test_sections_without_data_are_left_out(report, whole):
     always = {"importance", "windows", "verification", "speed", "samples", "repeat"}
     assert sections(report) - {"quality", "ablation", "refit", "surrogate"} == always
     assert sections(whole) == always | {"quality", "ablation", "refit", "surrogate"}
-    assert sections({**report, "samples": [], "quality": None, "refit": None, "surrogate": None}) == always - {
-        "samples"
-    }
+    absent = {"samples": [], "quality": None, "ablation": None, "refit": None, "surrogate": None}
+    assert sections({**report, **absent}) == always - {"samples"}
 
 
 def test_a_plan_that_skips_nothing_has_a_page(report):
