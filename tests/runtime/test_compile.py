@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import pop_runtime
+from pop_runtime.cli import main as run
 from pop_runtime.compile import build
 from pop_runtime.compile.cli import chosen_shapes, main
 from pop_runtime.engine import Facts, find_engine, make_facts, read_record
@@ -126,6 +127,35 @@ def test_a_folder_that_cannot_be_written_is_one_line(bundle: Path, tmp_path: Pat
     (folder / "engines").write_text("in the way")
     assert main([str(folder), "--ep", "cpu"]) == 3
     assert "cannot write the engine" in capsys.readouterr().err
+
+
+def test_pop_run_takes_the_engine_and_tells_which_provider_runs_how_many_nodes(compiled: Path, capsys: Any) -> None:
+    answers = []
+    for flags in ([], ["--engine"], ["--engine", "--ep", "cpu", "--device", "0"]):
+        assert run([str(compiled), "--ids", "5,9,200,31", "--max-new-tokens", "6", "--json", *flags]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["new_token_ids"] == answers[1]["new_token_ids"] == answers[2]["new_token_ids"]
+    assert all(answer["ep"] == "cpu" and answer["device"] == 0 for answer in answers)
+    assert set(answers[1]["nodes_by_provider"]["decode.onnx"]) == {"CPUExecutionProvider"}
+    assert run([str(compiled), "--ids", "5,9", "--max-new-tokens", "2", "--json", "--stats"]) == 0
+    assert "on CPUExecutionProvider" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--ep", "cuda"], 4, "expected CUDAExecutionProvider"),
+        (["--engine"], 4, "run pop-compile"),
+        (["--ep", "npu"], 2, "--ep: expected one of cpu, cuda"),
+        (["--device", "3"], 2, "--device: expected 0, found 3"),
+    ],
+)
+def test_pop_run_refuses_what_is_not_there(
+    bundle: Path, capsys: Any, flags: list[str], code: int, message: str
+) -> None:
+    assert run([str(bundle), "--ids", "5,9", "--json", *flags]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1
 
 
 # Finding

@@ -76,6 +76,18 @@ def test_a_plugin_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert registered == [("OpenVINOExecutionProvider", "plugin.so")]
 
 
+def test_a_plugin_that_does_not_load_is_refused_with_the_library_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NVIDIA's plugin needs the driver's libcuda.so.1."""
+    plugin = SimpleNamespace(get_library_path=lambda: "/no/such/plugin.so")
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_nv_tensorrt_rtx", plugin)
+    with pytest.raises(
+        BackendError, match=r"--ep nv-tensorrt-rtx --device 0: .* found .*/no/such/plugin.so.*pip install"
+    ):
+        require_provider(Target("nv-tensorrt-rtx"))
+
+
 def test_a_provider_whose_libraries_do_not_load_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime warns and opens the graph on the CPU."""
     monkeypatch.setattr(open_provider, "require_provider", lambda _: [])

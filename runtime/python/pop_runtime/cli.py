@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> None:
         sys.stdout.flush()
     print(json.dumps(_result(model, generation)) if arguments.json else "")
     if arguments.stats:
-        print(_stats_text(generation), file=sys.stderr)
+        print(_stats_text(model, generation), file=sys.stderr)
 
 
 def _chat(arguments: argparse.Namespace, model: Model) -> None:
@@ -82,7 +82,7 @@ def _chat(arguments: argparse.Namespace, model: Model) -> None:
                 print(f"pop-run: note: {note}", file=sys.stderr)
         turns.append(_result(model, generation))
         if arguments.stats:
-            print(_stats_text(generation), file=sys.stderr)
+            print(_stats_text(model, generation), file=sys.stderr)
 
     options = options_of(arguments)
     del options["raw"]
@@ -150,6 +150,9 @@ def _result(model: Model, generation: Generation) -> dict[str, Any]:
         },
         "settings": stats.settings,
         "ignored_settings": model.ignored_settings,
+        "ep": model.sessions.target.ep,
+        "device": model.sessions.target.device,
+        "nodes_by_provider": model.sessions.nodes_by_provider,
     }
 
 
@@ -163,14 +166,19 @@ def _logprobs(generation: Generation) -> list[dict[str, Any]] | None:
     ]
 
 
-def _stats_text(generation: Generation) -> str:
+def _stats_text(model: Model, generation: Generation) -> str:
     """Return what --stats prints."""
     stats = generation.stats
     speed = "-" if stats.tokens_per_second is None else f"{stats.tokens_per_second:.1f} tokens/s"
     settings = " ".join(f"{name}={value}" for name, value in stats.settings.items())
+    nodes = "; ".join(
+        f"{graph}: {', '.join(f'{count} on {name}' for name, count in counts.items())}"
+        for graph, counts in model.sessions.nodes_by_provider.items()
+    )
     return (
         f"time to first token  {stats.time_to_first_token_ms:.1f} ms "
         f"({stats.num_prompt_tokens} prompt tokens, {stats.num_pruned_tokens} through the pruned graph)\n"
         f"decode               {speed} ({stats.num_new_tokens} new tokens, stopped by {generation.stop_reason})\n"
-        f"settings             {settings}"
+        f"settings             {settings}\n"
+        f"nodes                {nodes}"
     )

@@ -35,7 +35,10 @@ def require_provider(target: Target) -> list[Any]:
         raise missing_provider(target, "none") from error
     devices = _plugin_devices(provider)
     if not devices:
-        onnxruntime.register_execution_provider_library(provider.ort_name, plugin.get_library_path())
+        try:
+            onnxruntime.register_execution_provider_library(provider.ort_name, plugin.get_library_path())
+        except Exception as error:  # ONNX Runtime's errors share no base but Exception
+            raise missing_provider(target, " ".join(str(error).split())) from error
         devices = _plugin_devices(provider)
     if target.device >= len(devices):
         raise missing_provider(target, f"{len(devices)} devices that it can use")
