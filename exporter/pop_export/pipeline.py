@@ -39,6 +39,7 @@ from pop_export.refit import PrefillFit
 from pop_export.report import build_report, write_json
 from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
+from pop_export.segmented import add_segments, segments_summary
 from pop_export.selection import Choice, choose_plan
 from pop_export.speed import measure_speed
 from pop_export.verify import (
@@ -122,6 +123,9 @@ def export(config: ExportConfig) -> Bundle:
                 folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt, config.threads
             )
             require_passed([*verification.checks, last_layer])
+            segmented = add_segments(folder, manifest, (decode, prefill), fitted.plan, prompt, config.threads)
+            require_passed(segmented.checks)
+            manifest = segmented.manifest
         with watch.stage("measure", "measuring speed and damage"):
             speed = measure_speed(folder, manifest, config.threads)
             damage = None if original is None else precision_damage(folder, manifest, original, config.threads)
@@ -134,6 +138,7 @@ def export(config: ExportConfig) -> Bundle:
         report |= measured | {
             "samples": answers,
             "fusion": {name: dataclasses.asdict(fusions[name]) for name in fusions},
+            "segments": segments_summary(segmented),
         }
         manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
