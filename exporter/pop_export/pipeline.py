@@ -29,6 +29,7 @@ from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.fuse import prepare_attention
 from pop_export.half_precision import require_finite
 from pop_export.plan_lab import PlanLab, TrialSettings
 from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
@@ -111,6 +112,7 @@ def export(config: ExportConfig) -> Bundle:
             decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
             prefill = cut_prefill_graph(decode, fitted.plan)
         stored = store_precision(config, checkpoint.model, decode, prefill, samples.ids)
+        prepare_attention(decode, prefill, max_positions_of(checkpoint.model))
     with staged_folder(config.out) as folder:
         manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):

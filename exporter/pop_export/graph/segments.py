@@ -105,6 +105,9 @@ def _segment(
     for name, value in list(graph.initializers.items()):
         if not value.uses():
             del graph.initializers[name]
+    for name, value in model.graph.initializers.items():  # tables that nothing reads until a graph is written
+        if name not in graph.initializers and not value.uses():
+            graph.register_initializer(ir.val(name, const_value=value.const_value))
     part = ir.Model(graph, ir_version=model.ir_version, metadata_props=dict(model.metadata_props))
     names = [value.name if value is not None else None for value in (hidden_in, hidden_out)]
     return CutSegment(FILE_NAME.format(index=index, kind=kind), stages, names[0], names[1], part)
