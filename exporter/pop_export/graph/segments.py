@@ -114,16 +114,19 @@ def _segment(
 
 
 def _require_disjoint(segments: list[CutSegment]) -> None:
-    """Refuse segments of one stage that compute a value twice: a layer then reads more than hidden states."""
+    """Refuse segments of one stage that multiply by a weight twice: a layer then reads more than hidden states."""
     for stage in ("prefill", "decode"):
         seen: dict[str, str] = {}
         for segment in segments:
-            for node in segment.model.graph if stage in segment.stages else ():
-                if node.op_type not in ("MatMul", "Gemm", "MatMulNBits", "GroupQueryAttention", "Attention"):
-                    continue
-                name = node.outputs[0].name or ""
+            for name in sorted(_weights(segment.model)) if stage in segment.stages else ():
                 if name in seen:
                     raise ModelError(
                         f"{segment.file_name}: expected {name} in one segment of {stage}, found it in {seen[name]} too"
                     )
                 seen[name] = segment.file_name
+
+
+def _weights(model: ir.Model) -> set[str]:
+    """Return the names of the weights that a graph multiplies by."""
+    values = (node.inputs[1] for node in model.graph if node.op_type in ("MatMul", "Gemm", "MatMulNBits"))
+    return {value.name for value in values if value is not None and value.is_initializer() and value.name}
