@@ -88,7 +88,7 @@ def _exact_copies(
     folder: Path, manifest: Manifest, graphs: tuple[ir.Model, ir.Model], plan: PrefillPlan
 ) -> Iterator[Manifest]:
     """Yield a bundle with exact kernels: fast ones round activations, so that the least difference grows."""
-    copies = [graph.clone() for graph in graphs]
+    copies = (graphs[0].clone(), graphs[1].clone())
     for copy in copies:
         exact_kernels(copy)
     exact = dataclasses.replace(manifest, decode_graph=f"{EXACT}decode.onnx", prefill_graph=f"{EXACT}prefill.onnx")

@@ -90,12 +90,6 @@ class ChainedBinding:
             if name in outputs:
                 binding.bind_output(name, *where)
 
-    def bind_ortvalue_input(self, name: str, value: onnxruntime.OrtValue) -> None:
-        """Let every link that reads `name` read this value."""
-        for binding, inputs in zip(self.bindings, self._inputs, strict=True):
-            if name in inputs:
-                binding.bind_ortvalue_input(name, value)
-
     def bind_ortvalue_output(self, name: str, value: onnxruntime.OrtValue) -> None:
         """Let the link that makes `name` write it here."""
         for binding, outputs in zip(self.bindings, self._outputs, strict=True):

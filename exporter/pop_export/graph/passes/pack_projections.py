@@ -40,7 +40,7 @@ def pack_projections(decode: ir.Model, prefill: ir.Model) -> int:
 
 def _readers(model: ir.Model, weights: Sequence[str]) -> list[ir.Node] | None:
     """Return the nodes that multiply by the weights; none at all, or None where there is another number of them."""
-    found = [model.graph.initializers[name].uses() for name in weights if name in model.graph.initializers]
+    found = [list(model.graph.initializers[name].uses()) for name in weights if name in model.graph.initializers]
     if not any(found):
         return []
     nodes = [uses[0][0] for uses in found if len(uses) == 1]
