@@ -3,7 +3,7 @@
     python benchmarks/session_memory.py BUNDLE [--threads 1]
 
 Each case runs in a process of its own. Memory is Pss after a prefill of 128 tokens and a step, so that pages of the
-weights file which both sessions map count once. Times are CPU times of the process, minima over rounds: on a busy
+weights file which several sessions map count once. Times are CPU times of the process, minima over rounds: on a busy
 machine they repeat where wall times do not.
 """
 
@@ -19,16 +19,31 @@ from pathlib import Path
 
 from pop_runtime import sessions
 from pop_runtime.kv_cache import allocate_cache
-from pop_runtime.manifest import read_manifest
+from pop_runtime.manifest import Manifest, read_manifest
+from pop_runtime.memory import proportional_bytes
 from pop_runtime.sequence import Sequence
 
-CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "both packed": ({}, {}),
-    "prefill unpacked": (sessions.UNPACKED, {}),
-    "both unpacked": (sessions.UNPACKED, sessions.UNPACKED),
-}
 ROUNDS = 3
 PREFILL_TOKENS = 512
+
+
+def decode_alone(folder: Path, manifest: Manifest, threads: int) -> sessions.SessionPair:
+    """Return the decode graph as both graphs of a pair."""
+    alone = sessions.open_session(folder / manifest.decode_graph, threads, sessions.DECODE_ENTRIES)
+    return sessions.SessionPair(alone, alone, threads)
+
+
+def low_memory(folder: Path, manifest: Manifest, threads: int) -> sessions.SessionPair:
+    """Return two whole graphs that leave weights in the file where they can."""
+    return sessions.open_graphs(folder, manifest, threads, low_memory=True)
+
+
+CASES: dict[str, Callable[[Path, Manifest, int], sessions.SessionPair]] = {
+    "decode graph alone": decode_alone,
+    "two graphs": sessions.open_graphs,
+    "two graphs, low memory": low_memory,
+    "segments": sessions.open_segments,
+}
 
 
 def main() -> None:
@@ -41,53 +56,41 @@ def main() -> None:
     if arguments.case:
         print(json.dumps(measure(arguments.bundle, arguments.case, arguments.threads)))
         return
-    print("| sessions | one MB | pair MB | pair / one | prefill ms | full prefill ms | decode ms |")
+    print("| sessions | MB | over one | load ms | prefill ms | full prefill ms | step ms |")
     print("|---" * 7 + "|")
+    one = None
     for case in CASES:
         command = [sys.executable, __file__, str(arguments.bundle), "--threads", str(arguments.threads), "--case", case]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        numbers = (found[key] for key in ("one", "pair", "ratio", "prefill", "full", "decode"))
+        one = one or found["mb"]
+        numbers = (found["mb"], found["mb"] / one, *(found[key] for key in ("load", "prefill", "full", "step")))
         print(f"| {case} | " + " | ".join(f"{number:.4g}" for number in numbers) + " |", flush=True)
 
 
 def measure(folder: Path, case: str, threads: int) -> dict[str, float]:
     """Return memory in MB and CPU times in ms of one case."""
-    manifest = read_manifest(folder)
-    prefill, decode = CASES[case]
-    before = _pss_mb()
-    full = sessions.open_session(folder / manifest.decode_graph, threads, {**sessions.DECODE_ENTRIES, **decode})
-    alone = sessions.SessionPair(full, full, threads)
+    manifest, before, started = read_manifest(folder), proportional_bytes(), time.process_time()
+    pair = CASES[case](folder, manifest, threads)
+    load_ms = (time.process_time() - started) * 1e3
     cache = allocate_cache(manifest, 1, PREFILL_TOKENS + 32)
-    _use(Sequence(alone, cache), "decode")
-    one = _pss_mb() - before
-    pruned = sessions.open_session(folder / manifest.prefill_graph, threads, {**sessions.PREFILL_ENTRIES, **prefill})
-    pair = sessions.SessionPair(pruned, full, threads)
-    _use(Sequence(pair, cache), "prefill")
-    both = _pss_mb() - before
+    for stage in ("decode", "prefill"):
+        sequence = Sequence(pair, cache)
+        sequence.feed([5] * 128, stage)
+        sequence.feed([5], "decode")
+    found = {"mb": (proportional_bytes() - before) / 1e6, "load": load_ms}
     ids = [5] * PREFILL_TOKENS
-    times = {"full": lambda: Sequence(alone, cache).feed(ids, "decode"),
-             "prefill": lambda: Sequence(pair, cache).feed(ids, "prefill")}  # fmt: skip
-    found = {name: min(_cpu_ms(action) for _ in range(ROUNDS)) for name, action in times.items()}
+    found["prefill"] = min(_cpu_ms(lambda: Sequence(pair, cache).feed(ids, "prefill")) for _ in range(ROUNDS))
+    found["full"] = min(_cpu_ms(lambda: Sequence(pair, cache).feed(ids, "decode")) for _ in range(ROUNDS))
     sequence = Sequence(pair, cache)
     sequence.feed(ids, "prefill")
-    found["decode"] = min(_cpu_ms(lambda: sequence.feed([5], "decode")) for _ in range(16))
-    return {"one": one, "pair": both, "ratio": both / one, **found}
-
-
-def _use(sequence: Sequence, stage: str) -> None:
-    sequence.feed([5] * 128, "prefill" if stage == "prefill" else "decode")
-    sequence.feed([5], "decode")
+    found["step"] = min(_cpu_ms(lambda: sequence.feed([5], "decode")) for _ in range(16))
+    return found
 
 
 def _cpu_ms(action: Callable[[], object]) -> float:
     started = time.process_time()
     action()
     return (time.process_time() - started) * 1e3
-
-
-def _pss_mb() -> float:
-    rows = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
-    return next(int(row.split()[1]) for row in rows if row.startswith("Pss:")) / 1024
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.fuse import prepare_attention
 from pop_export.half_precision import require_finite
 from pop_export.plan_lab import PlanLab, TrialSettings
 from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
@@ -39,6 +40,7 @@ from pop_export.refit import PrefillFit
 from pop_export.report import build_report, write_json
 from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
+from pop_export.segmented import add_segments, segments_summary
 from pop_export.selection import Choice, choose_plan
 from pop_export.speed import measure_speed
 from pop_export.verify import (
@@ -110,6 +112,7 @@ def export(config: ExportConfig) -> Bundle:
             decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
             prefill = cut_prefill_graph(decode, fitted.plan)
         stored = store_precision(config, checkpoint.model, decode, prefill, samples.ids)
+        prepare_attention(decode, prefill, max_positions_of(checkpoint.model))
     with staged_folder(config.out) as folder:
         manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):
@@ -122,6 +125,9 @@ def export(config: ExportConfig) -> Bundle:
                 folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt, config.threads
             )
             require_passed([*verification.checks, last_layer])
+            segmented = add_segments(folder, manifest, (decode, prefill), fitted.plan, prompt, config.threads)
+            require_passed(segmented.checks)
+            manifest = segmented.manifest
         with watch.stage("measure", "measuring speed and damage"):
             speed = measure_speed(folder, manifest, config.threads)
             damage = None if original is None else precision_damage(folder, manifest, original, config.threads)
@@ -134,6 +140,7 @@ def export(config: ExportConfig) -> Bundle:
         report |= measured | {
             "samples": answers,
             "fusion": {name: dataclasses.asdict(fusions[name]) for name in fusions},
+            "segments": segments_summary(segmented),
         }
         manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)

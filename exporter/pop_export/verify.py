@@ -110,8 +110,8 @@ def verify(
     checks = []
     for name, (stretches, is_pair) in schedules.items():
         sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
-        found = _bundle_logits(sequence, ids, [*stretches, *steps])
-        checks.append(_compare(name, found, pair if is_pair else full, tolerance))
+        found = bundle_logits(sequence, ids, [*stretches, *steps])
+        checks.append(compare_logits(name, found, pair if is_pair else full, tolerance))
     return Verification(num_prompt, len(steps), tuple(checks))
 
 
@@ -135,8 +135,10 @@ def verify_last_layer(
     pruned_prompt = [Stretch(0, num_prompt - 1, "prefill"), Stretch(num_prompt - 1, num_prompt, "decode")]
     full = _reference_logits(model, PrefillPlan(frozenset()), ids, [Stretch(0, num_prompt, "decode"), *steps])
     sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
-    found = _bundle_logits(sequence, ids, [*pruned_prompt, *steps])
-    return _compare("only the last layer skipped, against the full model", found, full, TOLERANCE[manifest.kv_dtype])
+    found = bundle_logits(sequence, ids, [*pruned_prompt, *steps])
+    return compare_logits(
+        "only the last layer skipped, against the full model", found, full, TOLERANCE[manifest.kv_dtype]
+    )
 
 
 def verify_quantized(
@@ -198,13 +200,14 @@ def _reference_logits(
     return torch.stack(rows[-1 - NUM_STEPS :]).float().numpy()
 
 
-def _bundle_logits(sequence: runtime_sequence.Sequence, ids: Sequence[int], stretches: Sequence[Stretch]) -> np.ndarray:
+def bundle_logits(sequence: runtime_sequence.Sequence, ids: Sequence[int], stretches: Sequence[Stretch]) -> np.ndarray:
     """Return the same from the bundle's graphs."""
     rows = [sequence.feed(ids[stretch.start : stretch.stop], stretch.stage) for stretch in stretches]
     return np.stack([row for row in rows[-1 - NUM_STEPS :] if row is not None])
 
 
-def _compare(name: str, found: np.ndarray, wanted: np.ndarray, tolerance: float) -> Check:
+def compare_logits(name: str, found: np.ndarray, wanted: np.ndarray, tolerance: float) -> Check:
+    """Return the comparison of logits [rows, V] with those that they should be."""
     difference = np.abs(found - wanted)
     largest = float(difference.max()) if np.isfinite(difference).all() else float("nan")
     return Check(name, largest, float(np.abs(wanted).max()), tolerance)

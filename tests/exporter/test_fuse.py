@@ -7,9 +7,11 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED, Fusion, write_graph
+from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED, Fusion, prepare_attention, write_graph
 from pop_export.graph.passes.flatten_heads import flatten_heads
 from pop_export.graph.passes.fuse_residual_norms import fuse_residual_norms
+from pop_export.graph.passes.pack_projections import pack_projections
+from pop_export.graph.rope_tables import attach_rope_tables
 
 H, H_KV, D, E, S_MAX = 4, 2, 16, 64, 8
 RANDOM = np.random.default_rng(0)
@@ -71,7 +73,7 @@ def _attention(norm_of_heads: bool = False, rotated: bool = True) -> ir.Model:
     past = [hand.take(f"past_{part}", ["B", H_KV, S_MAX, D]) for part in ("k", "v")]
     lengths = [hand.take("last", ["B"], ir.DataType.INT32), hand.take("total", [], ir.DataType.INT32)]
     out = hand.add(
-        "GroupQueryAttention", [*ready, *past, *lengths], ["B", "S", H * D], num_heads=H, kv_num_heads=H_KV
+        "GroupQueryAttention", [*ready, *past, *lengths], ["B", "S", H * D], num_heads=H, kv_num_heads=H_KV, do_rotary=0
     )  # fmt: skip
     by_head = hand.add("Reshape", [out, by_head], ["B", "S", H, D])
     back = hand.add("Reshape", [by_head, flat], ["B", "S", H * D])
@@ -181,4 +183,121 @@ def test_writing_a_graph_changes_the_copy_alone(tmp_path):
 def test_what_keeps_attention_from_the_fused_operator_is_in_the_report(tmp_path):
     model = _residual()
     model.metadata_props[WHY_ATTENTION_IS_NOT_FUSED] = "it adds a bias"
-    assert write_graph(model, tmp_path / "m.onnx") == Fusion(2, 0, 1, ("attention: it adds a bias",))
+    assert write_graph(model, tmp_path / "m.onnx") == Fusion(2, 0, 0, 1, ("attention: it adds a bias",))
+
+
+def _packable(bias: bool = False) -> tuple[ir.Model, ir.Model]:
+    """Return two graphs of one attention layer with its projections, and cosines of the positions in the mask."""
+    hand = _Hand()
+    ids, mask = (
+        hand.take(name, ["B", n], ir.DataType.INT64) for name, n in (("input_ids", "S"), ("attention_mask", "T"))
+    )
+    x = hand.take("x", ["B", "S", E])
+    one, last = (hand.constant(name, np.array(at, np.int64)) for name, at in (("one", [1]), ("axis", [-1])))
+    new, total = hand.add("Shape", [ids], [1], start=1), hand.add("ReduceSum", [mask, one], ["B", 1])
+    past = hand.add("Sub", [total, new], ["B", 1])
+    zero, step = (hand.constant(name, np.array(at, np.int64)) for name, at in (("zero", 0), ("step", 1)))
+    count = hand.add("Squeeze", [new], [])
+    places = hand.add("Add", [past, hand.add("Range", [zero, count, step], ["S"])], ["B", "S"])
+    for value in (new, total, past, count, places, places.producer().inputs[1]):
+        value.type = ir.TensorType(ir.DataType.INT64)
+    angle = hand.add("Unsqueeze", [hand.add("Cast", [places], ["B", "S"], to=1), last], ["B", "S", 1])
+    frequencies = hand.constant("inv_freq", (0.5 ** np.arange(D // 2)).astype(np.float32))
+    angle = hand.add("Mul", [angle, frequencies], ["B", "S", D // 2])
+    cos, sin = hand.add("Cos", [angle], ["B", "S", D // 2]), hand.add("Sin", [angle], ["B", "S", D // 2])
+    by_head = hand.constant("by_head", np.array([0, 0, -1, D], np.int64))
+    flat = hand.constant("flat", np.array([0, 0, -1], np.int64))
+    ready = []
+    for name, heads in (("q", H), ("k", H_KV), ("v", H_KV)):
+        weight = hand.constant(f"{name}.weight", (RANDOM.standard_normal((E, heads * D)) / 8).astype(np.float32))
+        y = hand.add("MatMul", [x, weight], ["B", "S", heads * D])
+        if bias:
+            number = hand.constant(f"{name}.bias", RANDOM.standard_normal(heads * D).astype(np.float32))
+            y = hand.add("Add", [y, number], ["B", "S", heads * D])
+        y = hand.add("Reshape", [y, by_head], ["B", "S", heads, D])
+        y = hand.add("Transpose", [y], ["B", heads, "S", D], perm=[0, 2, 1, 3])
+        if name != "v":
+            y = hand.add("RotaryEmbedding", [y, cos, sin], ["B", heads, "S", D], interleaved=0)
+        y = hand.add("Transpose", [y], ["B", "S", heads, D], perm=[0, 2, 1, 3])
+        ready.append(hand.add("Reshape", [y, flat], ["B", "S", heads * D]))
+    buffers = [hand.take(f"past_{part}", ["B", H_KV, S_MAX, D]) for part in ("k", "v")]
+    lengths = [hand.take("last", ["B"], ir.DataType.INT32), hand.take("total", [], ir.DataType.INT32)]
+    out = hand.add(
+        "GroupQueryAttention", [*ready, *buffers, *lengths], ["B", "S", H * D], num_heads=H, kv_num_heads=H_KV,
+        do_rotary=0,
+    )  # fmt: skip
+    model = hand.model([out])
+    return model, model.clone()
+
+
+def _packable_feeds() -> dict[str, np.ndarray]:
+    feeds = {"input_ids": np.zeros((1, 3), np.int64), "attention_mask": np.ones((1, 5), np.int64)}
+    feeds |= {"last": np.array([4], np.int32), "total": np.array(5, np.int32)}
+    feeds["x"] = RANDOM.standard_normal((1, 3, E)).astype(np.float32)
+    return feeds | {f"past_{part}": RANDOM.standard_normal((1, H_KV, S_MAX, D)).astype(np.float32) for part in "kv"}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_attention_rotates_by_itself_and_reads_one_packed_product(tmp_path, bias):
+    decode, prefill = _packable(bias)
+    feeds = _packable_feeds()
+    before = _run(decode, feeds)[0]
+    prepare_attention(decode, prefill, max_positions=12)
+    np.testing.assert_allclose(_run(decode, feeds)[0], before, atol=1e-5)  # packed, and still to be cut
+    for model in (decode, prefill):
+        found = write_graph(model, tmp_path / "m.onnx")
+        assert found.num_rotating == 1
+        written = ir.load(tmp_path / "m.onnx")
+        assert _kinds(written) == ["MatMul", *(["Add"] if bias else []), "GroupQueryAttention"]
+        np.testing.assert_allclose(_run(written, _used(written, feeds))[0], before, atol=1e-5)
+
+
+def _used(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {value.name: feeds[value.name] for value in model.graph.inputs}
+
+
+def test_weights_of_which_prefill_reads_some_are_not_packed():
+    decode, prefill = _packable()
+    query = next(node for node in prefill.graph if node.op_type == "MatMul")
+    other = ir.val("other", const_value=ir.tensor(query.inputs[1].const_value.numpy(), name="other"))
+    prefill.graph.register_initializer(other)
+    query.replace_input_with(1, other)  # as if re-fitted
+    assert pack_projections(decode, prefill) == 0
+    assert _kinds(decode).count("MatMul") == 3
+
+
+def test_weights_that_prefill_does_not_read_are_packed_in_decode_alone():
+    decode, _ = _packable()
+    empty = _residual()
+    assert pack_projections(decode, empty) == 1
+    assert _kinds(decode).count("MatMul") == 1
+    assert sorted(name for name in decode.graph.initializers if "weight" in name) == ["q.weight.qkv"]
+
+
+def test_a_table_that_outweighs_the_model_is_not_made():
+    decode, prefill = _packable()
+    assert attach_rope_tables(decode, prefill, max_positions=100_000) == 0
+    assert attach_rope_tables(decode, prefill, max_positions=12) == 2
+
+
+def test_what_turns_by_anything_but_positions_keeps_its_own_cosines():
+    decode, prefill = _packable()
+    cosine = next(node for node in decode.graph if node.op_type == "Cos")
+    scaled = ir.node("Mul", [cosine.inputs[0], next(value for value in decode.graph.inputs if value.name == "total")])
+    cast = ir.node("Cast", [scaled.inputs[1]], {"to": 1})
+    scaled.replace_input_with(1, cast.outputs[0])
+    decode.graph.insert_before(cosine, [cast, scaled])
+    cosine.replace_input_with(0, scaled.outputs[0])
+    assert attach_rope_tables(decode, prefill, max_positions=12) == 1  # the sines are still those of positions
+
+
+def test_a_frequency_that_grows_with_the_text_has_no_table():
+    decode, prefill = _packable()
+    cosine = next(node for node in decode.graph if node.op_type == "Cos")
+    mask = next(value for value in decode.graph.inputs if value.name == "attention_mask")
+    length = ir.node("Shape", [mask], {"start": 1})
+    cast = ir.node("Cast", [length.outputs[0]], {"to": 1})
+    scaled = ir.node("Mul", [cosine.inputs[0], cast.outputs[0]])
+    decode.graph.insert_before(cosine, [length, cast, scaled])
+    cosine.replace_input_with(0, scaled.outputs[0])
+    assert attach_rope_tables(decode, prefill, max_positions=12) == 1

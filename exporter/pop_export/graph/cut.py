@@ -12,6 +12,8 @@ from pop_export.graph.passes.use_prefill_weights import linear_node, use_prefill
 from pop_export.reference import PrefillPlan, Surrogate
 from pop_runtime.errors import ModelError
 
+PASSED_ON = "layers.{layer}.passed_on"  # hidden states that leave a skipped layer with a surrogate
+
 
 def cut_prefill_graph(decode: ir.Model, plan: PrefillPlan) -> ir.Model:
     """Return a copy of the decode graph in which the plan's skipped layers only write K and V, and which has no head.
@@ -66,6 +68,7 @@ def _with_surrogate(model: ir.Model, layer: int, entered: ir.Value, surrogate: S
     model.graph.extend([product, total])  # sorted into place at the end
     for node in (product, total):
         node.outputs[0].type, node.outputs[0].shape = entered.type, entered.shape
+    total.outputs[0].name = PASSED_ON.format(layer=layer)
     return total.outputs[0]
 
 

@@ -15,6 +15,9 @@ import onnx_ir.passes.common as common_passes
 
 from pop_export.graph.passes.flatten_heads import flatten_heads
 from pop_export.graph.passes.fuse_residual_norms import fuse_residual_norms
+from pop_export.graph.passes.pack_projections import pack_projections
+from pop_export.graph.passes.rotate_in_attention import rotate_in_attention
+from pop_export.graph.rope_tables import attach_rope_tables
 
 ORT_DOMAIN = "com.microsoft"
 WHY_ATTENTION_IS_NOT_FUSED = "pop.attention_not_fused"  # metadata of a graph, from `attention_form.py`
@@ -26,8 +29,18 @@ class Fusion:
 
     num_nodes: int  # of the graph as it is written
     num_flat_heads: int  # inputs and outputs of attention that need no reshape and transpose any more
+    num_rotating: int  # attention nodes that rotate Q and K themselves
     num_residual_norms: int  # additions to the residual stream fused with the norm that follows
     not_fused: tuple[str, ...]  # what is in pieces still, and why where that is known
+
+
+def prepare_attention(decode: ir.Model, prefill: ir.Model, max_positions: int) -> None:
+    """Give both graphs the constants that fused attention reads, while their weights are still to be written.
+
+    They can be cut and written as before: what uses the constants comes in `write_graph`.
+    """
+    if ORT_DOMAIN in decode.opset_imports and attach_rope_tables(decode, prefill, max_positions):
+        pack_projections(decode, prefill)
 
 
 def write_graph(model: ir.Model, path: Path) -> Fusion:
@@ -36,14 +49,16 @@ def write_graph(model: ir.Model, path: Path) -> Fusion:
     A graph without any of ONNX Runtime's own operators is written as it is: it is meant for other runtimes too.
     """
     written = model.clone()
-    num_flat_heads = num_residual_norms = 0
+    num_flat_heads = num_rotating = num_residual_norms = 0
     if ORT_DOMAIN in model.opset_imports:
         num_flat_heads = flatten_heads(written)
+        num_rotating = rotate_in_attention(written)
         num_residual_norms = fuse_residual_norms(written)
         common_passes.RemoveUnusedNodesPass()(written)
         common_passes.TopologicalSortPass()(written)
     ir.save(written, path)
-    return Fusion(len(written.graph), num_flat_heads, num_residual_norms, tuple(_left_in_pieces(written)))
+    left = tuple(_left_in_pieces(written))
+    return Fusion(len(written.graph), num_flat_heads, num_rotating, num_residual_norms, left)
 
 
 def _left_in_pieces(model: ir.Model) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pop_runtime.errors import PopError, UsageError
 from pop_runtime.flags import check_flags, make_parser, options_of
+from pop_runtime.memory import memory_text
 
 if TYPE_CHECKING:
     from pop_runtime.generate import Generation
@@ -180,5 +181,6 @@ def _stats_text(model: Model, generation: Generation) -> str:
         f"({stats.num_prompt_tokens} prompt tokens, {stats.num_pruned_tokens} through the pruned graph)\n"
         f"decode               {speed} ({stats.num_new_tokens} new tokens, stopped by {generation.stop_reason})\n"
         f"settings             {settings}\n"
-        f"nodes                {nodes}"
+        f"nodes                {nodes}\n"
+        f"{memory_text(model.sessions.sharing)}"
     )

@@ -89,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="execution provider: cpu, cuda, tensorrt, nv-tensorrt-rtx or openvino (default cpu)")  # fmt: skip
     machine.add_argument("--device", type=int, default=0, metavar="N", help="which device of it (default 0)")
     machine.add_argument("--engine", action="store_true", help="run what pop-compile made for this machine")
-    machine.add_argument("--low-memory", action="store_true", help="share the weights between prefill and decode")
+    machine.add_argument("--low-memory", action="store_true", help="share more weights, for some speed")
     machine.add_argument("--no-verify", action="store_true", help="do not compare the files' sha256 with the manifest")
     return parser
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pop_runtime.cancel import Cancellation, Cancelled
+from pop_runtime.chain import ChainedBinding, ChainedSession
 from pop_runtime.device_buffer import Buffer, address, copy_positions, zeros
 from pop_runtime.errors import BackendError
 from pop_runtime.manifest import Manifest
@@ -50,7 +51,7 @@ class KvCache:
         rows = {name: buffer[index : index + 1] for name, buffer in self.buffers.items()}
         return KvCache(self.manifest, rows, self.depth[index : index + 1], self.place)
 
-    def bind(self, binding: onnxruntime.IOBinding) -> None:
+    def bind(self, binding: onnxruntime.IOBinding | ChainedBinding) -> None:
         """Bind every buffer as past and as present; it has to outlive the binding."""
         onnx_type, place = _ONNX_TYPES[self.manifest.kv_dtype], self.place
         for past_name, present_name, buffer in self._named():
@@ -105,7 +106,7 @@ def grown_cache(cache: KvCache, capacity: int, num_cached: int) -> KvCache:
 
 
 class BoundGraph:
-    """One session bound to one cache: the KV buffers once, per run only the small inputs.
+    """One graph bound to one cache: the KV buffers once, per run only the small inputs.
 
     Args:
         session: the prefill or the decode graph.
@@ -114,7 +115,9 @@ class BoundGraph:
         has_logits: whether the graph gives logits.
     """
 
-    def __init__(self, session: onnxruntime.InferenceSession, cache: KvCache, name: str, has_logits: bool) -> None:
+    def __init__(
+        self, session: onnxruntime.InferenceSession | ChainedSession, cache: KvCache, name: str, has_logits: bool
+    ) -> None:
         manifest, self._cache, self._session, self._name = cache.manifest, cache, session, name
         self._binding = session.io_binding()
         cache.bind(self._binding)  # the binding does not keep the memory alive: `_cache` does

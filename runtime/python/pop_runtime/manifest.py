@@ -55,6 +55,16 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A part of one or both graphs as a graph of its own, over the same weights."""
+
+    graph: str  # file name
+    stages: tuple[str, ...]  # "prefill", "decode" or both
+    hidden_in: str | None  # input for the hidden states of the segment before; None reads none
+    hidden_out: str | None  # output of its own; None hands on what it was given
+
+
+@dataclass(frozen=True)
 class FileEntry:
     """Size in bytes and sha256 (hex) of one file of the bundle."""
 
@@ -96,6 +106,7 @@ class Manifest:
         None  # file name of `tokenizer_config.json`: the special tokens a chat template names
     )
     dialect: str = "ort"  # one of DIALECTS: operators of the graphs
+    segments: tuple[Segment, ...] = ()  # both graphs again, in the order in which they run, kept layers once
 
 
 def sha256_of(path: Path) -> str:
@@ -161,6 +172,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _is_chain(segments: tuple[Segment, ...]) -> bool:
+    """Return whether in each stage the first segment alone reads no hidden states."""
+    if any(stage not in ("prefill", "decode") for segment in segments for stage in segment.stages):
+        return False
+    chains = [[part.hidden_in is None for part in segments if stage in part.stages] for stage in ("prefill", "decode")]
+    return not segments or all(reads_ids == [True] + [False] * (len(reads_ids) - 1) for reads_ids in chains)
+
+
 def check_manifest(manifest: Manifest, place: str) -> None:
     """Check what types cannot say: value ranges, counts that must agree, and that every path stays inside the folder.
 
@@ -170,7 +189,8 @@ def check_manifest(manifest: Manifest, place: str) -> None:
     plan, skipped = manifest.plan, manifest.plan.skipped_layers
     named = (manifest.prefill_graph, manifest.decode_graph, manifest.weights)
     optional = (manifest.tokenizer, manifest.tokenizer_config, manifest.chat_template, manifest.generation_config)
-    unlisted = [name for name in (*named, *optional) if name is not None and name not in manifest.files]
+    segments = [segment.graph for segment in manifest.segments]
+    unlisted = [name for name in (*named, *optional, *segments) if name is not None and name not in manifest.files]
     outside = [name for name in manifest.files if not _stays_inside(name)]
     patterns = (manifest.past_key, manifest.past_value, manifest.present_key, manifest.present_value)
     odd = [name for name in patterns if not _numbers_layers(name)]
@@ -179,6 +199,7 @@ def check_manifest(manifest: Manifest, place: str) -> None:
         (not outside, "files", "paths inside the folder", outside),
         (not unlisted, "files", "every file the manifest names", f"no entry for {', '.join(unlisted)}"),
         (not odd, "past_key, present_key, ...", "names with {layer} once and no other brace", odd),
+        (_is_chain(manifest.segments), "segments", "one that reads ids first in each stage", manifest.segments),
         (manifest.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}", manifest.kv_dtype),
         (manifest.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}", manifest.dialect),
         (len(manifest.kv_layers) == plan.num_layers, "kv_layers", f"{plan.num_layers} layers", len(manifest.kv_layers)),

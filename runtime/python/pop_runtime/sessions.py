@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pop_runtime.chain import ChainedSession, Link
 from pop_runtime.engine import Engine, find_engine
 from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.manifest import Manifest
@@ -14,13 +15,14 @@ from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on
 from pop_runtime.providers import CPU, HOST, Place, Target, shape_profiles
 
 # Settings of each session. Each has its own threads, which spin for work while idle unless told not to.
-# - Prefill threads do not spin, so that they cannot take cores from the decode steps that follow. It costs prefill
-#   little: 625 ms spinning, 641 ms not (SmolLM2, 511 tokens, 10 of 30 layers skipped, 2 cores).
+# - Segments run one after another, dozens of times a second: threads spin while their segment runs and stop with it.
+# - Of two whole graphs, prefill threads do not spin, so that they cannot take cores from the decode steps that follow.
+#   It costs prefill little: 625 ms spinning, 641 ms not (SmolLM2, 511 tokens, 10 of 30 layers skipped, 2 cores).
 # - Decode threads spin: a step is short and waking a thread is not. 26 ms a token spinning, 32 ms not.
-# - `low_memory` adds UNPACKED: weights stay in the mapped file, which both sessions share, instead of one repacked copy
-#   per session. The pair in MB, and CPU time (SmolLM2, docs/experiments.md): fp32 934 -> 548, prefill 1 % and a decode
-#   step 10-20 % slower; int4 216 -> 205, prefill 13 % slower. The decode graph of a quantised bundle stays packed:
-#   its fast kernels exist for packed weights alone, a step would take 40 times as long.
+# - UNPACKED leaves weights in the mapped file, which sessions share, instead of one repacked copy per session: on fp32
+#   a little less memory than segments and a decode step 10-20 % slower (docs/experiments.md). Quantised weights stay
+#   packed: their fast kernels exist for packed weights alone, a step would take 40 times as long.
+SEGMENT_ENTRIES = {"session.force_spinning_stop": "1"}
 PREFILL_ENTRIES = {"session.intra_op.allow_spinning": "0"}
 DECODE_ENTRIES = {"session.intra_op.allow_spinning": "1"}
 UNPACKED = {"session.disable_prepacking": "1"}
@@ -29,14 +31,15 @@ ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16
 
 @dataclass(frozen=True)
 class SessionPair:
-    """Both graphs of a bundle, loaded, with the names of their files for messages."""
+    """Both graphs of a bundle, loaded."""
 
-    prefill: onnxruntime.InferenceSession
-    decode: onnxruntime.InferenceSession
+    prefill: onnxruntime.InferenceSession | ChainedSession
+    decode: onnxruntime.InferenceSession | ChainedSession
     threads: int
     target: Target = CPU
     place: Place = HOST  # of the KV buffers
     nodes_by_provider: dict[str, dict[str, int]] = field(default_factory=dict)  # by graph
+    sharing: str = "nothing"  # which weights both hold once, for people
 
 
 def visible_cores() -> int:
@@ -54,13 +57,17 @@ def open_pair(
     target: Target = CPU,
     engine: Engine | None = None,
 ) -> SessionPair:
-    """Return both sessions, each with `threads` threads (None: the visible cores).
+    """Return both graphs, each session with `threads` threads (None: the visible cores).
+
+    On the CPU, a bundle with segments is two chains of them, which hold the kept layers once. 4-bit weights are the
+    exception, because prefill and decode have kernels of their own: they share with `low_memory` only. Weights that are
+    not quantised share all with `low_memory`, as they lie in the file.
 
     Args:
         folder: of the bundle.
         manifest: of the bundle.
         threads: on the CPU.
-        low_memory: share the weights as they lie in the file, where that does not ruin the speed.
+        low_memory: share more of the weights, for some speed.
         target: provider and device.
         engine: what `pop-compile` made for it, in place of the bundle's graphs.
 
@@ -72,21 +79,57 @@ def open_pair(
     if threads is not None and threads < 1:
         raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
     count = threads or visible_cores()
+    always, on_request = not manifest.precision.startswith("int4"), manifest.precision.startswith("int")
+    if manifest.segments and target == CPU and engine is None and (on_request if low_memory else always):
+        pair = open_segments(folder, manifest, count)
+        check_graph(pair.prefill, manifest, str(folder / manifest.prefill_graph), has_logits=False)
+        check_graph(pair.decode, manifest, str(folder / manifest.decode_graph), has_logits=True)
+        return pair
+    return open_graphs(folder, manifest, count, low_memory, target, engine)
+
+
+def open_segments(folder: Path, manifest: Manifest, threads: int) -> SessionPair:
+    """Return both graphs as chains of segments, each of which is one session on the CPU."""
+    opened = [
+        (segment, open_session(folder / segment.graph, threads, SEGMENT_ENTRIES)) for segment in manifest.segments
+    ]
+    prefill, decode = (
+        ChainedSession(
+            tuple(Link(at, part.hidden_in, part.hidden_out) for part, at in opened if stage in part.stages),
+            manifest.input_ids,
+        )
+        for stage in ("prefill", "decode")
+    )
+    nodes = {segment.graph: nodes_by_provider(session) for segment, session in opened}
+    sharing = f"the kept layers, in {len(opened)} segments"
+    return SessionPair(prefill, decode, threads, nodes_by_provider=nodes, sharing=sharing)
+
+
+def open_graphs(
+    folder: Path,
+    manifest: Manifest,
+    threads: int,
+    low_memory: bool = False,
+    target: Target = CPU,
+    engine: Engine | None = None,
+) -> SessionPair:
+    """Return one session for each of the two whole graphs; arguments as for `open_pair`."""
     sessions = []
-    prefill, decode = PREFILL_ENTRIES, DECODE_ENTRIES
+    prefill, decode, is_quantized = PREFILL_ENTRIES, DECODE_ENTRIES, manifest.precision.startswith("int")
     if low_memory:
         prefill = {**prefill, **UNPACKED}
-        decode = decode if manifest.precision.startswith("int") else {**decode, **UNPACKED}
+        decode = decode if is_quantized else {**decode, **UNPACKED}
     graphs = ((manifest.prefill_graph, prefill, False), (manifest.decode_graph, decode, True))
     for name, entries, has_logits in graphs:
-        session = open_session(folder / name, count, entries, target, manifest, engine)
+        session = open_session(folder / name, threads, entries, target, manifest, engine)
         check_graph(session, manifest, str(folder / name), has_logits)
         sessions.append(session)
     shapes = None if engine is None else engine.facts.shapes
     place = Place(target.provider.memory, target.device, shapes)
     names = (manifest.prefill_graph, manifest.decode_graph)
     nodes = {name: nodes_by_provider(session) for name, session in zip(names, sessions, strict=True)}
-    return SessionPair(sessions[0], sessions[1], count, target, place, nodes)
+    sharing = "nothing" if not low_memory else "what prefill reads" if is_quantized else "all weights, as in the file"
+    return SessionPair(sessions[0], sessions[1], threads, target, place, nodes, sharing)
 
 
 def engine_for(folder: Path, manifest: Manifest, target: Target, wanted: bool, verify: bool = True) -> Engine | None:
@@ -176,7 +219,9 @@ def backend_error(place: str, expected: str, error: Exception) -> BackendError:
     )
 
 
-def check_graph(session: onnxruntime.InferenceSession, manifest: Manifest, place: str, has_logits: bool) -> None:
+def check_graph(
+    session: onnxruntime.InferenceSession | ChainedSession, manifest: Manifest, place: str, has_logits: bool
+) -> None:
     """Check that a graph has the inputs and outputs which the manifest promises, with the right types and sizes.
 
     Raises:

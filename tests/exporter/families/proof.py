@@ -20,6 +20,7 @@ from pop_export.config import Dialect
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.fuse import prepare_attention
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime.kv_cache import BoundGraph, KvCache, allocate_cache
 from pop_runtime.manifest import Manifest, Plan, Windows
@@ -68,6 +69,7 @@ def export_pair(
         dialect=dialect,
     )
     prefill = cut_prefill_graph(decode, PrefillPlan(frozenset(skipped)))
+    prepare_attention(decode, prefill, manifest.max_positions)
     ops = tuple(node.op_type for node in decode.graph)
     save_graphs(folder, {manifest.prefill_graph: prefill, manifest.decode_graph: decode}, manifest.weights)
     return Exported(model, folder, manifest, open_pair(folder, manifest, threads=1), ops)

@@ -33,6 +33,33 @@ def flatten_heads(model: ir.Model) -> int:
     return count
 
 
+def projections_of(attention: ir.Node) -> list[ir.Node] | None:
+    """Return the products that Q, K and V of attention are, Q and K rotated; None where they are anything else."""
+    found = []
+    for value in attention.inputs[:3]:
+        back = _producer(value, "Reshape")
+        heads = _transposed(back.inputs[0]) if back is not None else None
+        rotary = _producer(heads, "RotaryEmbedding")
+        rows = _transposed(heads if rotary is None else rotary.inputs[0])
+        split = _producer(rows, "Reshape")
+        flat = split.inputs[0] if split is not None else None
+        if back is None or flat is None or not _same_shape(flat, back.outputs[0]) or len(flat.uses()) != 1:
+            return None
+        node = flat.producer()
+        if node is not None and node.op_type == "Add":
+            node = next((value.producer() for value in node.inputs if value is not None and value.producer()), None)
+        if node is None:
+            return None
+        found.append(node)
+    turned = [_transposed(_reshaped(value)) for value in attention.inputs[:2]]
+    return found if all(_producer(value, "RotaryEmbedding") is not None for value in turned) else None
+
+
+def _reshaped(value: ir.Value | None) -> ir.Value | None:
+    node = _producer(value, "Reshape")
+    return node.inputs[0] if node is not None else None
+
+
 def _flat_input(graph: ir.Graph, attention: ir.Node, index: int) -> ir.Value | None:
     """Return what the input can be instead of `Reshape(Transpose([Rotary(]Transpose([B, S, H, D])[)]))`."""
     back = _producer(attention.inputs[index], "Reshape")

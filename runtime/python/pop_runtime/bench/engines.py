@@ -151,7 +151,7 @@ class OpenvinoGenaiEngine:
 
         genai, clock = self._genai, Clock()
 
-        class Streamer(genai.StreamerBase):  # type: ignore[misc, name-defined]
+        class Streamer(genai.StreamerBase):  # type: ignore[name-defined]
             def write(self, token: int | list[int]) -> Any:
                 for _ in [token] if isinstance(token, int) else token:
                     clock.tick()

@@ -22,7 +22,7 @@ class Worker:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._name = f"{spec['engine']} ({spec['path']})"
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed with it
         self._process = subprocess.Popen(
             [sys.executable, "-m", WORKER, json.dumps(spec)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",

@@ -85,7 +85,9 @@ def figures_of(samples: Sequence[Sample]) -> list[Figures]:
 def _figures(label: str, num_prompt: int, runs: Sequence[Run]) -> Figures:
     steps = [median(run.step_ms) for run in runs if run.step_ms]
     step = _spread(steps) if steps else None
-    return Figures(label, num_prompt, _spread([run.first_ms for run in runs]), step, 1e3 / step.median if step else None)
+    return Figures(
+        label, num_prompt, _spread([run.first_ms for run in runs]), step, 1e3 / step.median if step else None
+    )
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pop_runtime.bench.engines import PEERS, BundleEngine, Engine, version_of
-from pop_runtime.bench.memory import peak_bytes, proportional_bytes
 from pop_runtime.errors import PopError
+from pop_runtime.memory import peak_bytes, proportional_bytes
 
 
 def main() -> int:

@@ -25,6 +25,15 @@ def peak_bytes() -> int:
     return _field("status", "VmHWM:")
 
 
+def memory_text(sharing: str) -> str:
+    """Return a line of `--stats`: memory of this process, and what prefill and decode hold once."""
+    try:
+        amount = f"{proportional_bytes() / 1e6:.0f} MB"
+    except BackendError:
+        amount = "not known on this system"
+    return f"memory               {amount}; prefill and decode hold once: {sharing}"
+
+
 def _field(file: str, name: str) -> int:
     path = Path("/proc/self") / file
     try:

@@ -1,0 +1,69 @@
+"""Make what the peers of `pop-bench` load, from a checkpoint that pop-export reads, and print the flag for it.
+
+    python benchmarks/peer_models.py --model smollm2-135m --out build/peers
+    pop-bench out/smollm2 --peers "$(python benchmarks/peer_models.py --model smollm2-135m --out build/peers)"
+
+A Hugging Face folder in fp32 and one in bf16 for transformers, and one graph per precision by onnxruntime-genai's own
+builder. What is there already is left as it is. OpenVINO GenAI and llama.cpp read a GGUF file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from pop_export.checkpoint import load_checkpoint
+
+BUILDER = "onnxruntime_genai.models.builder"
+GENAI_OPTIONS = {
+    "fp32": ["prune_lm_head=true"],  # logits of the last position alone, as ours
+    # blocks, kernels and quantised embedding as pop-export chooses them
+    "int8": ["prune_lm_head=true", "accuracy_level=4", "block_size=32", "op_types_to_quantize=MatMul/Gather"],
+    "int4": ["prune_lm_head=true", "accuracy_level=4", "block_size=32", "op_types_to_quantize=MatMul/Gather"],
+}
+
+
+def main() -> None:
+    """Make the models that are not there and print the value of `--peers`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, default=Path("build/peers"))
+    parser.add_argument("--genai", default="fp32,int4,int8", help="precisions for onnxruntime-genai; empty for none")
+    arguments = parser.parse_args()
+    folders = {name: arguments.out / f"hf-{name}" for name in ("fp32", "bf16")}
+    if not all(folder.is_dir() for folder in folders.values()):
+        save_hugging_face(arguments.model, folders)
+    peers = [f"transformers={folder}" for folder in folders.values()]
+    for precision in filter(None, arguments.genai.split(",")):
+        folder = arguments.out / f"genai-{precision}"
+        if not folder.is_dir():
+            build_genai(folders["fp32"], folder, precision)
+        peers.append(f"onnxruntime-genai={folder}")
+    print(",".join(peers))
+
+
+def save_hugging_face(name: str, folders: dict[str, Path]) -> None:
+    """Write the checkpoint as Hugging Face folders. A model read from GGUF refuses to be saved; its copy does not."""
+    checkpoint = load_checkpoint(name)
+    config = type(checkpoint.model.config).from_dict(checkpoint.model.config.to_dict())
+    config.__dict__.pop("quantization_config", None)
+    model = type(checkpoint.model)(config)
+    model.load_state_dict(checkpoint.model.state_dict())
+    model.tie_weights()
+    for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        model.to(dtype).save_pretrained(folders[kind])
+        checkpoint.tokenizer.save_pretrained(folders[kind])
+
+
+def build_genai(source: Path, target: Path, precision: str) -> None:
+    """Let onnxruntime-genai build its own graph of a Hugging Face folder; what it prints goes to stderr."""
+    command = [sys.executable, "-m", BUILDER, "-m", str(source), "-o", str(target), "-p", precision, "-e", "cpu"]
+    subprocess.run([*command, "--extra_options", *GENAI_OPTIONS[precision]], check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
