@@ -116,7 +116,7 @@ def export(config: ExportConfig) -> Bundle:
     with staged_folder(config.out) as folder:
         manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):
-            # decode first: its bytes, and those of the weights, then do not depend on the plan
+            # decode first: its weights then lie where they lie for any plan that re-fits the layers it skips
             fusions = save_graphs(
                 folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights
             )
