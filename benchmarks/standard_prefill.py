@@ -20,12 +20,13 @@ import torch
 from device_pair import export_pair
 
 from pop_export.calibration.corpus import calibration_samples
-from pop_export.checkpoint import load_checkpoint
+from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.config import Dialect
 from pop_export.layer_plan import parse_layers
 from pop_export.reference import PrefillPlan
 from pop_export.speed import measure_speed
 from pop_export.verify import NUM_STEPS, prompt_length, verify
+from pop_runtime.manifest import MANIFEST_NAME, Manifest, describe_files, read_manifest, write_manifest
 
 
 def main() -> None:
@@ -36,13 +37,12 @@ def main() -> None:
     parser.add_argument("--dialect", choices=get_args(Dialect), default="standard")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no-verify", action="store_true", help="time only")
+    parser.add_argument("--folder", type=Path, help="keep the pair there; one that is there already is taken as it is")
     arguments = parser.parse_args()
-    checkpoint = load_checkpoint(arguments.model, offline=True)
-    model = checkpoint.model
-    skipped = parse_layers(arguments.layers, model.config.num_hidden_layers)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        manifest = export_pair(model, folder, torch.float32, arguments.dialect, skipped)
+        folder = arguments.folder or Path(name)
+        manifest, checkpoint = exported(folder, arguments)
+        skipped = manifest.plan.skipped_layers
         speed = measure_speed(folder, manifest, arguments.threads)
         result = {"dialect": arguments.dialect, "skipped_layers": skipped, "speed": dataclasses.asdict(speed)}
         print(
@@ -56,6 +56,8 @@ def main() -> None:
                 onnx.checker.check_model(str(folder / graph), full_check=True)
                 proto = onnx.load(folder / graph, load_external_data=False)
                 onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+            checkpoint = checkpoint or load_checkpoint(arguments.model, offline=True)
+            model = checkpoint.model
             num_tokens = prompt_length(model) + NUM_STEPS
             samples = calibration_samples(checkpoint.tokenizer, num_samples=1, length=num_tokens, seed=0)
             plan = PrefillPlan(frozenset(skipped))
@@ -66,6 +68,20 @@ def main() -> None:
                 )
             result["checks"] = [dataclasses.asdict(check) for check in checks]
     print(json.dumps(result))
+
+
+def exported(folder: Path, arguments: argparse.Namespace) -> tuple[Manifest, Checkpoint | None]:
+    """Return the manifest of the pair in a folder, and the checkpoint if the pair had to be made from it."""
+    if (folder / MANIFEST_NAME).is_file():
+        return read_manifest(folder), None
+    checkpoint = load_checkpoint(arguments.model, offline=True)
+    skipped = parse_layers(arguments.layers, checkpoint.model.config.num_hidden_layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = export_pair(checkpoint.model, folder, torch.float32, arguments.dialect, skipped)
+    names = (manifest.prefill_graph, manifest.decode_graph, manifest.weights)
+    manifest = dataclasses.replace(manifest, files=describe_files(folder, names))
+    write_manifest(folder, manifest)
+    return manifest, checkpoint
 
 
 if __name__ == "__main__":
