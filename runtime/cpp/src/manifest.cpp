@@ -90,6 +90,13 @@ bool stays_inside(const std::string& name) {
     return has_part;
 }
 
+// Returns whether a name has a place for a layer's number, and no other brace.
+bool numbers_layers(const std::string& name) {
+    const auto at = name.find("{layer}");
+    return at != std::string::npos && std::count(name.begin(), name.end(), '{') == 1 &&
+           std::count(name.begin(), name.end(), '}') == 1;
+}
+
 Manifest parse_manifest(const Json& content, const std::string& place) {
     const Fields fields(content, place);
     Manifest manifest;
@@ -144,6 +151,7 @@ Manifest parse_manifest(const Json& content, const std::string& place) {
     fields.string_if_there("past_value", manifest.past_value);
     fields.string_if_there("present_key", manifest.present_key);
     fields.string_if_there("present_value", manifest.present_value);
+    fields.string_if_there("dialect", manifest.dialect);
     return manifest;
 }
 
@@ -168,9 +176,18 @@ void check_manifest(const Manifest& manifest, const std::string& place) {
     const auto missing = "no entry for " + internal::join(unlisted, ", ");
     refuse_unless(unlisted.empty(), "files", "every file the manifest names", missing);
 
+    std::vector<std::string> odd;
+    for (const auto& pattern : {manifest.past_key, manifest.past_value, manifest.present_key, manifest.present_value}) {
+        if (!numbers_layers(pattern)) odd.push_back(pattern);
+    }
+    refuse_unless(odd.empty(), "past_key, present_key, ...", "names with {layer} once and no other brace", odd);
+
     const auto& kind = manifest.kv_dtype;
     const bool known = kind == "float32" || kind == "float16" || kind == "bfloat16";
     refuse_unless(known, "kv_dtype", "one of float32, float16, bfloat16", kind);
+
+    const auto& dialect = manifest.dialect;
+    refuse_unless(dialect == "ort" || dialect == "standard", "dialect", "one of ort, standard", dialect);
 
     const auto& plan = manifest.plan;
     const auto num_layers = std::to_string(plan.num_layers);

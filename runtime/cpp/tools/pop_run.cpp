@@ -146,7 +146,9 @@ Json result_of(const pop::Model& model, const pop::Answer& answer) {
             {"prefill", name_of(answer.settings.prefill)},
             {"windows", {{"sink_tokens", windows.sink_tokens}, {"boundary_tokens", windows.boundary_tokens}}},
             {"settings", json_of(answer.settings)},
-            {"ignored_settings", model.ignored_settings()}};
+            {"ignored_settings", model.ignored_settings()},
+            {"ep", "cpu"},
+            {"device", 0}};
 }
 
 // Returns what --stats prints.

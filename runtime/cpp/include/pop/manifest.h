@@ -65,6 +65,7 @@ struct Manifest {
     std::string past_value = "past_key_values.{layer}.value";
     std::string present_key = "present.{layer}.key";
     std::string present_value = "present.{layer}.value";
+    std::string dialect = "ort";  // of the graphs' operators: "ort" or "standard"
 };
 
 // Returns the manifest of the bundle in `folder`. Keys it does not know are let through, so that a bundle of a later
