@@ -1,0 +1,29 @@
+// The command line of pop_run: the flags of pop-run.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "pop/pop.h"
+
+// What was asked for.
+struct Arguments {
+    std::filesystem::path folder;
+    std::optional<std::string> prompt;
+    std::optional<std::string> ids;
+    bool raw = false;
+    std::optional<std::string> system;
+    pop::LoadOptions load;
+    pop::GenerateOptions generate;
+    bool stats = false;
+    bool json = false;
+};
+
+// Returns the arguments, or the exit code if there is nothing left to do: after --help, or a usage error, which is on
+// stderr.
+struct Parsed {
+    std::optional<Arguments> arguments;
+    int exit_code = 0;
+};
+Parsed parse_arguments(int argc, char** argv);

@@ -1,0 +1,227 @@
+"""`pop_run`: the flags, the JSON, the refusals and the exit codes of `pop-run`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from pop_runtime import cli, errors
+from pop_runtime.flags import make_parser
+from tests.cpp.conftest import PROGRAM, REPOSITORY, PopRun, ids_text
+from tests.runtime.tiny_bundle import PROMPT, make_bundle, with_generation_config
+
+pytestmark = pytest.mark.cpp
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle without tokenizer; do not alter it."""
+    return make_bundle(tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture
+def altered(tmp_path: Path, bundle: Path) -> Path:
+    """A copy of it to alter."""
+    return Path(shutil.copytree(bundle, tmp_path / "altered"))
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_json_has_the_keys_of_the_python_command(
+    bundle: Path, pop_run: PopRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(bundle), "--ids", ids_text(PROMPT), "--json", "--max-new-tokens", "9", "--sink-tokens", "3"]
+    found = pop_run(*flags).json
+    assert cli.main([*flags, "--threads", "1"]) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    for result in (found, wanted):
+        assert result.pop("time_to_first_token_ms") > 0
+        assert result.pop("tokens_per_second") > 0
+    del wanted["nodes_by_provider"]  # there is only the CPU here
+    assert found == wanted
+
+
+def test_log_probabilities_are_those_of_python(
+    bundle: Path, pop_run: PopRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(bundle), "--ids", ids_text(PROMPT), "--json", "--max-new-tokens", "5", "--prefill", "full"]
+    flags += ["--logprobs", "3", "--prompt-logprobs", "--ignore-eos", "--repetition-penalty", "1.5"]
+    found = pop_run(*flags).json
+    assert cli.main([*flags, "--threads", "1"]) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    assert found["prompt_logprobs"][0] is None and len(found["prompt_logprobs"]) == len(PROMPT)
+    assert found["prompt_logprobs"][1:] == pytest.approx(wanted["prompt_logprobs"][1:], abs=1e-6)
+    for mine, theirs in zip(found["logprobs"], wanted["logprobs"], strict=True):
+        assert mine["id"] == theirs["id"] and mine["logprob"] == pytest.approx(theirs["logprob"], abs=1e-6)
+        assert [token for token, _ in mine["likeliest"]] == [token for token, _ in theirs["likeliest"]]
+        assert [x for _, x in mine["likeliest"]] == pytest.approx([x for _, x in theirs["likeliest"]], abs=1e-6)
+
+
+def test_without_json_the_ids_stream_and_stats_go_to_stderr(bundle: Path, pop_run: PopRun) -> None:
+    flags = (bundle, "--ids", "5 6,7", "--max-new-tokens", 4, "--ignore-eos")
+    wanted = pop_run(*flags, "--json").json["new_token_ids"]
+    done = pop_run(*flags, "--stats")
+    assert done.out == ids_text(wanted) + "\n"
+    assert "(3 prompt tokens, 2 through the pruned graph)" in done.err
+    assert "tokens/s (4 new tokens, stopped by length)" in done.err
+    assert " boundary_tokens=1 " in done.err
+
+
+def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
+    done = pop_run("--help")
+    assert done.code == 0
+    flags = {flag for action in make_parser()._actions for flag in action.option_strings if flag.startswith("--")}
+    missing = {flag for flag in flags if flag not in done.out}
+    assert missing == {"--chat", "--ep", "--device", "--engine"}  # no tokenizer, no provider but the CPU
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "expected --ids"),
+        (["--ids", "5,x"], "--ids: expected whole numbers such as 5,6,7, found '5,x'"),
+        (["--ids", "5,99999999999999999999"], "--ids: expected whole numbers"),
+        (["--ids", ""], "expected at least one token"),
+        (["--ids", "5,300"], "prompt, token 1: expected an id of 0..299, found 300"),
+        (["--ids", "-1"], "expected an id of 0..299, found -1"),
+        (["--ids", ",".join(["5"] * 64)], "expected fewer than 64 tokens"),
+        (["--ids", "5", "--prompt", "x"], "excludes"),
+        (["--ids", "5", "--system", "x"], "--system"),
+        (["--ids", "5", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
+        (["--ids", "5", "--prefill", "half"], "--prefill"),
+        (["--ids", "5", "--prefill-chunk-tokens", "0"], "prefill_chunk_tokens: expected at least 1"),
+        (["--ids", "5", "--stop", "x"], "stop: expected a byte-level tokenizer"),
+        (["--ids", "5", "--logprobs", "1"], "--json"),
+        (["--ids", "5", "--json", "--logprobs", "301"], "logprobs: expected at most the vocabulary's 300"),
+        (["--ids", "5", "--json", "--prompt-logprobs"], "prompt_logprobs: expected prefill full"),
+        (["--ids", "5", "--top-p", "1.5"], "top_p: expected a number above 0 and at most 1"),
+        (["--ids", "5", "--temperature", "-1"], "temperature: expected a number of at least 0"),
+        (["--ids", "5", "--boundary-tokens", "0"], "boundary_tokens: expected at least 1"),
+        (["--ids", "5", "--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_exit_code_2(
+    bundle: Path, pop_run: PopRun, flags: list[str], message: str
+) -> None:
+    done = pop_run(bundle, *flags)
+    assert (done.code, done.out) == (errors.UsageError.exit_code, "")
+    assert message in done.err
+
+
+def test_too_few_threads_are_refused(bundle: Path) -> None:
+    command = [PROGRAM, bundle, "--ids", "5", "--threads", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "threads: expected at least 1, found 0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: shutil.rmtree(folder), "expected a bundle folder"),
+        (lambda folder: (folder / "manifest.json").unlink(), "expected a bundle's manifest"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "expected JSON"),
+        (lambda folder: (folder / "weights.bin").unlink(), "weights.bin: expected a file of"),
+        (lambda folder: (folder / "decode.onnx").write_bytes(b"x"), "decode.onnx: expected"),
+        (lambda folder: _edit(folder, lambda m: m.update(format_version=2)), "expected at most 1, found 2"),
+        (lambda folder: _edit(folder, lambda m: m.update(vocab_size=299)), "logits: expected shape"),
+        (lambda folder: _edit(folder, lambda m: m.update(kv_dtype="float16")), "expected float16"),
+        (lambda folder: _edit(folder, lambda m: m.update(past_key="x{layer}")), "expected the value 'x0'"),
+        (lambda folder: _edit(folder, lambda m: m["files"].update({"../x": m["files"]["decode.onnx"]})), "inside"),
+    ],
+)
+def test_a_damaged_bundle_is_refused_as_in_python(
+    altered: Path, pop_run: PopRun, change: Callable[[Path], object], message: str
+) -> None:
+    change(altered)
+    done = pop_run(altered, "--ids", "5")
+    assert (done.code, done.out) == (errors.ModelError.exit_code, "")
+    assert done.err.startswith("pop_run: error: ") and done.err.count("\n") == 1
+    assert message in done.err
+    assert cli.main([str(altered), "--ids", "5"]) == errors.ModelError.exit_code
+
+
+@pytest.mark.parametrize(("key", "value"), [("location", "../weights.bin"), ("length", "99999999"), ("offset", "-1")])
+def test_weights_outside_the_weights_file_are_refused(altered: Path, pop_run: PopRun, key: str, value: str) -> None:
+    path = altered / "decode.onnx"
+    model = onnx.load(path, load_external_data=False)
+    for entry in next(tensor for tensor in model.graph.initializer if tensor.external_data).external_data:
+        if entry.key == key:
+            entry.value = value
+    path.write_bytes(model.SerializeToString())
+    done = pop_run(altered, "--ids", "5", "--no-verify")
+    assert done.code == errors.ModelError.exit_code
+    assert "decode.onnx, embed" in done.err or key in done.err
+
+
+def test_a_graph_that_does_not_load_is_a_backend_error(altered: Path, pop_run: PopRun) -> None:
+    path = altered / "decode.onnx"
+    model = onnx.load(path, load_external_data=False)
+    model.graph.node[-1].op_type = "NoSuchOperator"
+    path.write_bytes(model.SerializeToString())
+    done = pop_run(altered, "--ids", "5", "--no-verify")
+    assert done.code == errors.BackendError.exit_code
+    assert done.err.startswith("pop_run: error: decode.onnx: expected a graph that ONNX Runtime loads, found")
+    assert done.err.count("\n") == 1
+
+
+def test_a_sink_below_that_of_a_fit_is_refused(altered: Path, pop_run: PopRun) -> None:
+    def fit(manifest: dict[str, Any]) -> None:
+        manifest["windows"]["sink_tokens"] = 4
+        manifest["plan"]["refitted_layers"] = [1]
+
+    _edit(altered, fit)
+    done = pop_run(altered, "--ids", "5,6,7,8,9,10", "--sink-tokens", 3)
+    assert done.code == 2 and "sink_tokens: expected at least 4" in done.err
+    for flags in (("--sink-tokens", 5), ("--sink-tokens", 0, "--prefill", "full")):
+        assert pop_run(altered, "--ids", "5,6,7,8,9,10", "--json", *flags).code == 0
+
+
+def test_a_generation_config_out_of_range_is_a_bundle_error(tmp_path: Path, pop_run: PopRun) -> None:
+    make_bundle(tmp_path, text_files=with_generation_config(temperature=-1))
+    done = pop_run(tmp_path, "--ids", "5")
+    assert done.code == 3 and "generation_config.json, temperature" in done.err
+
+
+def test_settings_without_effect_are_noted(bundle: Path, pop_run: PopRun) -> None:
+    done = pop_run(bundle, "--ids", "5", "--json", "--top-k", 3)
+    assert done.code == 0 and "--top-k has no effect on greedy choice" in done.err
+
+
+def test_error_kinds_have_the_exit_codes_of_python() -> None:
+    header = (REPOSITORY / "runtime/cpp/include/pop/error.h").read_text()
+    for kind in (errors.UsageError, errors.ModelError, errors.BackendError, errors.GateError):
+        constructor = f"explicit {kind.__name__}(const std::string& message) : Error(message, {kind.exit_code})"
+        assert constructor in header
+
+
+def test_an_interrupt_ends_with_130_and_what_was_written(bundle: Path) -> None:
+    # 60 tokens take a few milliseconds: the interrupt is sent until one run is hit by it
+    for attempt in range(50):
+        command = [PROGRAM, bundle, "--ids", "5", "--ignore-eos", "--threads", "1"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs start with it ignored
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.read(1)
+        time.sleep(0.0002 * (attempt % 5))
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        if process.returncode == 130:
+            assert err == "" and out.endswith("\n")
+            return
+    pytest.fail("no run was interrupted")
