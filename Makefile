@@ -55,14 +55,14 @@ test-cpp: lint-cpp cpp $(INSTALLED)
 	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow" tests/cpp
 
 lint-cpp: $(CPP_INSTALLED)
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.cpp' '*.h')
+	$(BIN)/clang-format --dry-run -Werror $$(find runtime/cpp tests/cpp benchmarks -name '*.cpp' -o -name '*.h')
 
 # The same tests with AddressSanitizer and UndefinedBehaviorSanitizer, then those of threads with ThreadSanitizer.
 sanitize-cpp: $(CPP_DEPS) $(INSTALLED)
 	$(CMAKE) -B $(CPP_BUILD)/asan $(WITH_TESTS) -DCMAKE_BUILD_TYPE=Debug -DPOP_SANITIZE=address,undefined
 	$(BIN)/cmake --build $(CPP_BUILD)/asan
 	$(CTEST) $(CPP_BUILD)/asan
-	POP_RUN=$(abspath $(CPP_BUILD))/asan/pop_run $(BIN)/python -m pytest -q -m cpp tests/cpp/test_pop_run.py
+	POP_RUN=$(abspath $(CPP_BUILD))/asan/pop_run $(BIN)/python -m pytest -q -m cpp tests/cpp/test_pop_run.py tests/cpp/test_text.py
 	$(CMAKE) -B $(CPP_BUILD)/tsan $(WITH_TESTS) -DCMAKE_BUILD_TYPE=Debug -DPOP_SANITIZE=thread -DPOP_BUILD_PROGRAM=OFF
 	$(BIN)/cmake --build $(CPP_BUILD)/tsan
 	$(CTEST) $(CPP_BUILD)/tsan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import pop_runtime
-from tests.cpp.conftest import PopRun, ids_text
+from tests.cpp.conftest import PROGRAM, PopRun, ids_text
 from tests.runtime.conftest import byte_tokenizer_json
 from tests.runtime.tiny_bundle import make_bundle, with_generation_config
 
@@ -65,6 +66,12 @@ def test_stop_strings_of_generation_config_count(tmp_path: Path, pop_run: PopRun
     folder = make_bundle(tmp_path, text_files=files)
     assert pop_run(folder, "--ids", "5,6", "--json").json["settings"]["stop"] == ["a", "b"]
     assert pop_run(folder, "--ids", "5,6", "--json", "--stop", "c").json["settings"]["stop"] == ["c"]
+
+
+@pytest.mark.parametrize("stop", ["", b"\xff"])
+def test_a_stop_string_that_is_no_text_is_refused(folder: Path, stop: str | bytes) -> None:
+    done = subprocess.run([PROGRAM, folder, "--ids", "5", "--json", "--stop", stop], capture_output=True, text=True)
+    assert done.returncode == 2 and "stop: expected" in done.stderr
 
 
 def test_a_tokenizer_of_another_kind_gives_ids_without_text(tmp_path: Path, pop_run: PopRun) -> None:

@@ -11,6 +11,7 @@
 #include "sequence.h"
 #include "sessions.h"
 #include "text_format.h"
+#include "utf8.h"
 
 namespace pop {
 
@@ -100,6 +101,10 @@ std::vector<std::string> Model::Impl::stop_of(const GenerateOptions& options) co
         }
         for (const auto& text : *options.stop) {
             if (text.empty()) throw UsageError(message("stop", expected, "''", "change it or leave it out"));
+            if (const auto at = internal::valid_utf8_prefix(text); at != text.size()) {
+                const auto found = "a byte that is not at " + std::to_string(at);
+                throw UsageError(message("stop", "UTF-8 text", found, "change it or leave it out"));
+            }
         }
         return *options.stop;
     }
