@@ -148,15 +148,21 @@ def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> dict
         for value in model.graph.initializers.values():
             if _stored_as(value) in external:
                 value.const_value = _view(external[_stored_as(value)], value)
-        model.graph.name = _graph_name(file_name, model, weights_sha256)
+        model.graph.name = graph_name(file_name, model, weights_sha256)
         fusions[file_name] = write_graph(model, folder / file_name)
     return fusions
 
 
-def _graph_name(file_name: str, model: ir.Model, weights_sha256: str) -> str:
-    """Return a name that no other graph has: engine caches of execution providers tell graphs apart by it alone."""
+def graph_name(file_name: str, model: ir.Model, of: str) -> str:
+    """Return a name that no other graph has: engine caches of execution providers tell graphs apart by it alone.
+
+    Args:
+        file_name: of the graph; its stem begins the name.
+        model: the graph; its own name is set to that stem.
+        of: what tells it from an equal graph over other weights.
+    """
     model.graph.name = Path(file_name).stem
-    content = ir.to_proto(model).SerializeToString(deterministic=True) + weights_sha256.encode()
+    content = ir.to_proto(model).SerializeToString(deterministic=True) + of.encode()
     return f"{Path(file_name).stem}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 

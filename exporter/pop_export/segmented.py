@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from pop_export.bundle import graph_name
 from pop_export.graph.fuse import write_graph
 from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.segments import CutSegment, cut_segments
@@ -76,6 +77,8 @@ def segments_summary(segmented: Segmented) -> dict[str, Any]:
 
 def _write(folder: Path, segments: Sequence[CutSegment], prefix: str = "") -> tuple[Segment, ...]:
     for segment in segments:
+        graph = segment.model.graph
+        graph.name = graph_name(segment.file_name, segment.model, of=graph.name or "")  # that of the whole graph
         write_graph(segment.model, folder / (prefix + segment.file_name))
     return tuple(
         Segment(prefix + segment.file_name, segment.stages, segment.hidden_in, segment.hidden_out)
