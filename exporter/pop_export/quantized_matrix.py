@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 Method = Literal["rtn", "k_quant", "hqq", "gptq"]
 Bits = Literal[4, 8]
+MAX_SCALE_CHANGE = 1e-3  # by rounding to 16 bits; 5e-4 is what normal numbers can change by
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class QuantizedMatrix:
     scheme: Scheme
     num_columns: int  # K; the last block is padded
     packed: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]; of two codes in a byte the low half comes first
-    scales: NDArray[np.float32]  # [N, blocks]
+    scales: NDArray[np.float16] | NDArray[np.float32]  # [N, blocks], as `stored_scales` gives them
     zero_points: NDArray[np.uint8] | NDArray[np.float32] | None  # [N, ceil(blocks * bits / 8)], or [N, blocks] (hqq)
 
     def dequantized(self) -> NDArray[np.float32]:
@@ -50,7 +51,7 @@ class QuantizedMatrix:
             codes -= _unpacked(self.zero_points, self.scheme.bits)[:, :blocks, None]
         else:
             codes -= self.zero_points[..., None]
-        codes *= self.scales[..., None]
+        codes *= self.scales.astype(np.float32)[..., None]
         return codes.reshape(N, -1)[:, : self.num_columns]
 
 
@@ -68,7 +69,20 @@ def quantize_matrix(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMat
         packed, scales, zero_points = _hqq(weight, scheme)
     else:
         packed, scales, zero_points = _k_quant(weight, scheme, blocks)
-    return QuantizedMatrix(scheme, K, packed.reshape(N, blocks, -1), scales.reshape(N, blocks), zero_points)
+    return QuantizedMatrix(
+        scheme, K, packed.reshape(N, blocks, -1), stored_scales(scales.reshape(N, blocks)), zero_points
+    )
+
+
+def stored_scales(scales: NDArray[np.float32]) -> NDArray[np.float16] | NDArray[np.float32]:
+    """Return scales in 16 bits, half a bit per weight less in blocks of 32, or as they are where they do not fit.
+
+    They fit where none changes by more than a thousandth, which is less than the rounding of the largest 8-bit code.
+    """
+    with np.errstate(over="ignore"):
+        half = scales.astype(np.float16)
+    close = np.abs(half.astype(np.float32) - scales) <= MAX_SCALE_CHANGE * np.abs(scales)
+    return half if close.all() else scales
 
 
 def _round_to_nearest(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

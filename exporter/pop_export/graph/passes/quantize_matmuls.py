@@ -68,9 +68,25 @@ def quantize_matmuls(
 
 
 def stored_matrix(graph: ir.Graph, name: str, matrix: QuantizedMatrix) -> list[ir.Value]:
-    """Return the numbers of a quantised weight as constants of the graph: codes, scales and any zero points."""
-    parts = (("q", matrix.packed), ("scales", matrix.scales), ("zero_points", matrix.zero_points))
-    return [constant(graph, f"{name}.{part}", values) for part, values in parts if values is not None]
+    """Return the numbers of a quantised weight as values of the graph: codes, fp32 scales and any zero points."""
+    values = [constant(graph, f"{name}.q", matrix.packed), _scales(graph, f"{name}.scales", matrix.scales)]
+    if matrix.zero_points is not None:
+        values.append(constant(graph, f"{name}.zero_points", matrix.zero_points))
+    return values
+
+
+def _scales(graph: ir.Graph, name: str, scales: np.ndarray) -> ir.Value:
+    """Return scales as the kernels take them: fp32, which ONNX Runtime makes of 16 bits once, when it loads."""
+    stored = constant(graph, name, scales)
+    if scales.dtype == np.float32:
+        return stored
+    for reader, _ in stored.uses():
+        return reader.outputs[0]  # the same cast for head and embedding
+    cast = ir.node("Cast", [stored], {"to": ir.DataType.FLOAT})
+    cast.outputs[0].name = f"{name}.fp32"
+    cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(scales.shape)
+    graph.insert_before(graph[0], cast)
+    return cast.outputs[0]
 
 
 def constant(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
