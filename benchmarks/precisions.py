@@ -2,7 +2,7 @@
 
     python benchmarks/texts.py build/texts
     python benchmarks/precisions.py --model smollm2-135m --data build/texts/*.txt
-    python benchmarks/precisions.py --model smollm2-135m --data build/texts/*.txt --rows int8 int4/rtn/64/asymmetric --times
+    python benchmarks/precisions.py --model smollm2-135m --data build/texts/*.txt --times --rows int8 int4/rtn/64
 
 A row is a precision of pop-export and, divided by slashes, its other settings: a method, a block size, symmetric or
 asymmetric. The graph is traced once and quantised for each row by the code that pop-export runs; no layer is skipped.
