@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from pop_export.config import ExportConfig
 from pop_export.half_precision import cast_weights, require_kernels, rounded_weights
-from pop_export.quantize import Quantization, Schemes, quantize_pair, stored_plan, stored_weights
+from pop_export.quantize import Quantization, Schemes, quantize_pair, stored_plan
 from pop_export.quantized_matrix import Method, Scheme
 from pop_export.reference import PrefillPlan
+from pop_export.stored_weights import stored_weights
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DEFAULT_BLOCK_SIZE = 32
@@ -40,7 +41,7 @@ class StoredPrecision:
         """Return a context in which the model computes, in fp32, with the weights as they are stored."""
         if self.half is not None:
             return rounded_weights(model, self.half)
-        return nullcontext() if self.quantization is None else stored_weights(model, self.quantization)
+        return nullcontext() if self.quantization is None else stored_weights(model, self.quantization.matrices)
 
     def twin_plan(self, plan: PrefillPlan) -> PrefillPlan:
         """Return the plan with its own weights as they are stored."""

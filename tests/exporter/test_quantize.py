@@ -18,9 +18,10 @@ from pop_export.cli import main
 from pop_export.config import BLOCK_SIZES
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
-from pop_export.quantize import Schemes, key_value_weights, quantize_pair, stored_weights
+from pop_export.quantize import Schemes, key_value_weights, quantize_pair
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.reference import PrefillPlan
+from pop_export.stored_weights import stored_weights
 from pop_export.verify import TOLERANCE
 from pop_runtime.errors import BackendError, GateError, ModelError, UsageError
 from tests.tiny_models import TINY, tiny_model
@@ -71,7 +72,7 @@ def test_the_model_is_what_it_was_after_standing_in_for_the_stored_weights(llama
     decode = llama_decode.clone()
     found = quantize_pair(decode, cut_prefill_graph(decode, PrefillPlan(frozenset({1}))), llama, INT4)
     before = {name: weight.clone() for name, weight in llama.state_dict().items()}
-    with pytest.raises(ZeroDivisionError), stored_weights(llama, found):
+    with pytest.raises(ZeroDivisionError), stored_weights(llama, found.matrices):
         changed = llama.state_dict()
         assert any(not changed[name].equal(before[name]) for name in before)
         raise ZeroDivisionError
