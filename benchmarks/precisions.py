@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from pop_export.bundle import save_graphs
 from pop_export.calibration.corpus import calibration_samples
+from pop_export.calibration.fitting_text import fitting_text
 from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.config import ExportConfig, Int4Method
 from pop_export.decoder import max_positions_of
@@ -45,7 +46,7 @@ from pop_runtime.manifest import Manifest, Plan, Windows
 from pop_runtime.sequence import Sequence as TokenSequence
 from pop_runtime.sessions import SessionPair, open_pair
 
-DEFAULT_ROWS = ("fp32", "int8", "int8/16", "int4", "int4/rtn", "int4/k_quant", "int4/hqq")
+DEFAULT_ROWS = ("fp32", "int8", "int8/32", "int4", "int4/rtn", "int4/k_quant", "int4/hqq")
 CONTEXT_TOKENS, SCORED_TOKENS = 384, 128  # as pop-eval
 TIMED_TOKENS, ROUNDS, STEPS = 512, 3, 16
 
@@ -72,12 +73,13 @@ def main() -> None:
     configs = {row: row_config(arguments.model, row) for row in arguments.rows}
     windows = _windows(checkpoint, arguments.data, arguments.windows)
     reference = [_model_scores(checkpoint.model, ids) for ids in windows]
+    text = fitting_text(ExportConfig(arguments.model, Path("unused")), checkpoint).fitting
     decode = build_decode_graph(checkpoint.model, kv_layout(checkpoint.model))
     print(f"{len(windows)} windows: {CONTEXT_TOKENS} tokens of prompt, {SCORED_TOKENS} scored", flush=True)
     print("| row | stored as | bytes | KL weights | KL run | quantising s | prefill | full prefill | step ms |")
     print("|---" * 9 + "|")
     for row, config in configs.items():
-        found = measure(checkpoint, config, decode.clone(), windows, reference, arguments)
+        found = measure(checkpoint, config, decode.clone(), windows, reference, text, arguments)
         numbers = (found.kl_weights, found.kl_run, found.seconds, found.prefill_ms, found.full_ms, found.step_ms)
         cells = " | ".join("" if np.isnan(number) else f"{number:.4g}" for number in numbers)
         print(f"| {row} | {found.name} | {found.bytes_ratio:.4f} | {cells} |", flush=True)
@@ -105,13 +107,14 @@ def measure(
     decode: ir.Model,
     windows: Sequence[list[int]],
     reference: Sequence[np.ndarray],
+    text: Sequence[np.ndarray],
     arguments: argparse.Namespace,
 ) -> Figures:
     """Return the figures of one row; `decode` is quantised in place."""
     model = checkpoint.model
     prefill = cut_prefill_graph(decode, PrefillPlan(frozenset()))
     started = time.monotonic()
-    stored = store_precision(config, model, decode, prefill, _calibration(config, checkpoint))
+    stored = store_precision(config, model, decode, prefill, text)
     seconds = time.monotonic() - started
     with stored.twin(model):
         kl_weights = mean_kl(reference, [_model_scores(model, ids) for ids in windows])
@@ -125,16 +128,6 @@ def measure(
         kl_run = mean_kl(reference, [_bundle_scores(sessions, manifest, ids) for ids in windows])
         times = _times(folder, manifest) if arguments.times else ()
     return Figures(stored.name, ratio, kl_weights, kl_run, seconds, *times)
-
-
-def _calibration(config: ExportConfig, checkpoint: Checkpoint) -> tuple[np.ndarray, ...]:
-    """Return the windows that pop-export shows its quantisers."""
-    return calibration_samples(
-        checkpoint.tokenizer,
-        num_samples=config.calibration_samples,
-        length=min(config.calibration_length, max_positions_of(checkpoint.model)),
-        seed=config.seed,
-    ).ids
 
 
 def _windows(checkpoint: Checkpoint, files: Sequence[str], num_windows: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 # What is tried, beside the range that is exactly filled. Finer or wider searches gain less than 1 % of the squared
 # error on SmolLM2.
 RANGE_STEPS = tuple(step / 10 for step in range(-9, 10))  # symmetric: added to the largest code
-RANGE_SHRINKS = tuple(1.05 - 0.04 * step for step in range(11))  # asymmetric: times the block's range
+RANGE_SHRINKS = tuple(1.04 - 0.04 * step for step in range(11))  # asymmetric: times the block's range
 SMALLEST = 1e-8  # scale of a block of zeros
 
 

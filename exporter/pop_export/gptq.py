@@ -28,8 +28,7 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme) -> QuantizedMatrix:
     inverse = _inverse_factor(hessian)  # [K, K] upper
     importance = hessian.diagonal().clamp(min=1e-12)
     parts = [_rounded(rows, inverse, importance, scheme) for rows in weight.split(MAX_ROWS)]
-    codes, scales, zeros = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
-    return from_codes(scheme, weight.shape[1], codes, scales, zeros)
+    return from_codes(scheme, weight.shape[1], *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
 
 
 def correction(hessian: Tensor, cross: Tensor) -> Tensor:

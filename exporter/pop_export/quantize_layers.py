@@ -18,7 +18,7 @@ from pop_export.progress import progress
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.stored_weights import stored_weights
 
-MAX_TOKENS = 12288  # of calibration text
+MAX_TOKENS = 16384  # of the samples, spread evenly over them
 
 
 @dataclass
@@ -50,7 +50,7 @@ def quantize_layers(
     """
     found: dict[str, QuantizedMatrix] = {}
     stack = LayerStack(model)
-    text = batches(_first_tokens(samples))
+    text = batches(_spread(samples))
     calls = [stack.calls(ids) for ids in text]
     original = [call.entered for call in calls]  # [B, S, E] each
     with stored_weights(model, matrices):
@@ -73,10 +73,11 @@ def quantize_layers(
     return found
 
 
-def _first_tokens(samples: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the first windows that together have no more than MAX_TOKENS, at least one."""
-    lengths = np.cumsum([len(ids) for ids in samples])
-    return list(samples[: max(1, int((lengths <= MAX_TOKENS).sum()))])
+def _spread(samples: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return windows spread over all, about MAX_TOKENS together where there are more, at least one."""
+    share = min(1.0, MAX_TOKENS / sum(map(len, samples)))
+    chosen = np.linspace(0, len(samples) - 1, max(1, round(share * len(samples)))).astype(int)
+    return [samples[index] for index in chosen]
 
 
 def _linear_modules(layer: nn.Module, prefix: str, schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def stored_scales(scales: NDArray[np.float32]) -> NDArray[np.float16] | NDArray[
 
 
 def _round_to_nearest(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMatrix:
-    N, K = weight.shape
+    K = weight.shape[1]
     blocks = -(-K // scheme.block_size)
     padded = np.pad(weight, ((0, 0), (0, blocks * scheme.block_size - K))) if K % scheme.block_size else weight
     parts = []
@@ -97,8 +97,7 @@ def _round_to_nearest(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedM
         scales = torch.from_numpy(stored_scales(scales.numpy()).astype(np.float32))
         codes = nearest_codes(block, scales, zeros, scheme.bits).to(torch.uint8)
         parts.append((codes.flatten(1), scales, zeros.to(torch.uint8)))
-    codes, scales, zeros = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
-    return from_codes(scheme, K, codes, scales, zeros)
+    return from_codes(scheme, K, *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
 
 
 def from_codes(

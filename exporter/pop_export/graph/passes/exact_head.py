@@ -8,6 +8,7 @@ import onnx_ir as ir
 from pop_export.graph.passes.quantize_matmuls import constant, replace_node
 
 LARGEST_CODE = 127.0  # of the fast kernels' activations: a block's largest number becomes that
+AFTER_HEAD = ("Reshape", "Cast", "Mul", "Div", "Tanh", "Add")  # what families do to logits: scale, cap, add a bias
 SMALLEST_STEP = 1e-30  # of a block of zeros
 
 
@@ -26,8 +27,9 @@ def exact_head(model: ir.Model, logits: str = "logits") -> int:
     """
     graph = model.graph
     node = next((value.producer() for value in graph.outputs if value.name == logits), None)
-    while node is not None and node.op_type in ("Reshape", "Cast", "Mul", "Div", "Tanh", "Add"):
-        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    while node is not None and node.op_type in AFTER_HEAD:
+        computed = [value.producer() for value in node.inputs if value is not None and value.producer() is not None]
+        node = computed[0] if computed else None
     if node is None or node.op_type != "MatMulNBits" or not node.attributes.get_int("accuracy_level", 0):
         return 0
     K, size = node.attributes.get_int("K", 0), node.attributes.get_int("block_size", 0)
