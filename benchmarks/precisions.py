@@ -72,14 +72,23 @@ def main() -> None:
     checkpoint = load_checkpoint(arguments.model)
     configs = {row: row_config(arguments.model, row) for row in arguments.rows}
     windows = _windows(checkpoint, arguments.data, arguments.windows)
-    reference = [_model_scores(checkpoint.model, ids) for ids in windows]
+    reference = [model_scores(checkpoint.model, ids) for ids in windows]
     text = fitting_text(ExportConfig(arguments.model, Path("unused")), checkpoint).fitting
     decode = build_decode_graph(checkpoint.model, kv_layout(checkpoint.model))
     print(f"{len(windows)} windows: {CONTEXT_TOKENS} tokens of prompt, {SCORED_TOKENS} scored", flush=True)
     print("| row | stored as | bytes | KL weights | KL run | quantising s | prefill | full prefill | step ms |")
     print("|---" * 9 + "|")
     for row, config in configs.items():
-        found = measure(checkpoint, config, decode.clone(), windows, reference, text, arguments)
+        found = measure(
+            checkpoint,
+            config,
+            decode.clone(),
+            windows,
+            reference,
+            text,
+            threads=arguments.threads,
+            timed=arguments.times,
+        )
         numbers = (found.kl_weights, found.kl_run, found.seconds, found.prefill_ms, found.full_ms, found.step_ms)
         cells = " | ".join("" if np.isnan(number) else f"{number:.4g}" for number in numbers)
         print(f"| {row} | {found.name} | {found.bytes_ratio:.4f} | {cells} |", flush=True)
@@ -108,25 +117,38 @@ def measure(
     windows: Sequence[list[int]],
     reference: Sequence[np.ndarray],
     text: Sequence[np.ndarray],
-    arguments: argparse.Namespace,
+    *,
+    threads: int,
+    timed: bool = False,
 ) -> Figures:
-    """Return the figures of one row; `decode` is quantised in place."""
+    """Return the figures of one row.
+
+    Args:
+        checkpoint: the model.
+        config: the row's settings.
+        decode: its decode graph, quantised in place.
+        windows: token ids to score, CONTEXT_TOKENS and more each.
+        reference: `model_scores` of them.
+        text: windows of token ids that weights may be fitted to.
+        threads: of ONNX Runtime.
+        timed: measure CPU times as well.
+    """
     model = checkpoint.model
     prefill = cut_prefill_graph(decode, PrefillPlan(frozenset()))
     started = time.monotonic()
     stored = store_precision(config, model, decode, prefill, text)
     seconds = time.monotonic() - started
     with stored.twin(model):
-        kl_weights = mean_kl(reference, [_model_scores(model, ids) for ids in windows])
+        kl_weights = mean_kl(reference, [model_scores(model, ids) for ids in windows])
     manifest = _manifest(checkpoint, stored.name, stored.kv_dtype)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         save_graphs(folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
         parameters = 4 * sum(parameter.numel() for parameter in model.parameters())
         ratio = (folder / manifest.weights).stat().st_size / parameters
-        sessions = open_pair(folder, manifest, arguments.threads)
+        sessions = open_pair(folder, manifest, threads)
         kl_run = mean_kl(reference, [_bundle_scores(sessions, manifest, ids) for ids in windows])
-        times = _times(folder, manifest) if arguments.times else ()
+        times = _times(folder, manifest) if timed else ()
     return Figures(stored.name, ratio, kl_weights, kl_run, seconds, *times)
 
 
@@ -140,8 +162,8 @@ def _windows(checkpoint: Checkpoint, files: Sequence[str], num_windows: int) -> 
 
 
 @torch.no_grad()
-def _model_scores(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Return the log-probabilities before each scored token, [SCORED_TOKENS, V]."""
+def model_scores(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """Return the log-probabilities before each token behind the context, [S - CONTEXT_TOKENS, V]."""
     head = model.get_output_embeddings()
     handle = head.register_forward_pre_hook(lambda _, args: (args[0][:, CONTEXT_TOKENS - 1 : -1],))
     try:
