@@ -18,8 +18,9 @@ from pop_export.graph.passes.quantize_embedding import embedding_table, quantize
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
 from pop_export.quantize_layers import quantize_layers
-from pop_export.quantized_matrix import QuantizedMatrix, Scheme
+from pop_export.quantized_matrix import Scheme
 from pop_export.reference import PrefillPlan
+from pop_export.split_matrix import AnyScheme, StoredMatrix
 from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
 
@@ -33,7 +34,7 @@ class Schemes:
 
     dense: Scheme
     key_value: Scheme  # K and V projections and surrogates: a skipped layer is nothing but these, and small
-    embedding: Scheme  # the embedding and, where they are one matrix, the head
+    embedding: AnyScheme  # the embedding and the head, often one matrix
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Quantization:
     """What was quantised."""
 
     schemes: Schemes
-    matrices: Mapping[str, QuantizedMatrix]  # by name of the weight in the graphs, mostly that of a parameter
+    matrices: Mapping[str, StoredMatrix]  # by name of the weight in the graphs, mostly that of a parameter
     kept: tuple[str, ...]  # matrices of the decode graph that stay as they were
 
     @property
@@ -74,24 +75,28 @@ def quantize_pair(
     Raises:
         ModelError: the graphs hold no such matrix.
     """
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    head = model.get_output_embeddings().weight
     key_value = key_value_weights(decode, num_layers_of(model))
     tables = {table.name for node in decode.graph if (table := embedding_table(node)) is not None}
 
     surrogates = {surrogate_name(layer) for layer in range(num_layers_of(model))}
 
-    def scheme_of(name: str) -> Scheme | None:
+    def scheme_of(name: str) -> AnyScheme | None:
         if name in surrogates:
             return schemes.key_value
         if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
             return None
         if name in key_value or name not in parameters:
             return schemes.key_value
-        return schemes.embedding if name in tables else schemes.dense
+        return schemes.embedding if name in tables or parameters[name] is head else schemes.dense
 
-    matrices: dict[str, QuantizedMatrix] = {}
+    matrices: dict[str, StoredMatrix] = {}
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
-    fitted = {name: scheme for name in read if (scheme := scheme_of(name)) is not None and scheme.method == "gptq"}
+    schemes_read = {name: scheme_of(name) for name in read}
+    fitted = {
+        name: found for name, found in schemes_read.items() if isinstance(found, Scheme) and found.method == "gptq"
+    }
     for graph in (decode, prefill):
         quantize_embedding(graph, scheme_of, matrices)
         if graph is decode and fitted:

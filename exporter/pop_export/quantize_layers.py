@@ -16,6 +16,7 @@ from pop_export.gptq import correction, gptq
 from pop_export.layer_stack import Calls, LayerStack, watched
 from pop_export.progress import progress
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
+from pop_export.split_matrix import StoredMatrix
 from pop_export.stored_weights import stored_weights
 
 MAX_TOKENS = 16384  # of the samples, spread evenly over them
@@ -35,7 +36,7 @@ def quantize_layers(
     model: PreTrainedModel,
     schemes: Mapping[str, Scheme],
     samples: Sequence[np.ndarray],
-    matrices: Mapping[str, QuantizedMatrix],
+    matrices: Mapping[str, StoredMatrix],
 ) -> dict[str, QuantizedMatrix]:
     """Return the weights of linear modules inside decoder layers, quantised by GPTQ, by name of the parameter.
 

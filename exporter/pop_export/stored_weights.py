@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pop_export.quantized_matrix import QuantizedMatrix
+from pop_export.split_matrix import StoredMatrix
 from pop_runtime.errors import ModelError
 
 
 @contextmanager
-def stored_weights(model: PreTrainedModel, matrices: Mapping[str, QuantizedMatrix]) -> Iterator[None]:
+def stored_weights(model: PreTrainedModel, matrices: Mapping[str, StoredMatrix]) -> Iterator[None]:
     """Put what the matrices stand for in the place of the parameters of their names while the context is open."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     originals = {name: parameters[name].data for name in matrices if name in parameters}
@@ -27,7 +27,7 @@ def stored_weights(model: PreTrainedModel, matrices: Mapping[str, QuantizedMatri
             parameters[name].data = original
 
 
-def dequantized_parameter(matrix: QuantizedMatrix, parameter: Tensor) -> Tensor:
+def dequantized_parameter(matrix: StoredMatrix, parameter: Tensor) -> Tensor:
     """Return what a stored matrix [N, K] stands for, in the orientation of the parameter it was made from."""
     rows = torch.from_numpy(matrix.dequantized())
     fits = [view for view in (rows, rows.T) if view.shape == parameter.shape]

@@ -99,7 +99,7 @@ def test_any_block_size_gives_what_the_stored_weights_give(
     for check in exact:
         assert check["largest_difference"] <= 1e-3 * check["largest_logit"]
         assert check["largest_logit"] > 1
-    assert bundle.manifest.precision == f"{precision}-block{block_size}-symmetric"
+    assert bundle.manifest.precision == f"{precision}-block{block_size}-{'gptq' if precision == 'int4' else 'symmetric'}"
 
 
 def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
@@ -107,7 +107,7 @@ def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
         ExportConfig(model="x", out=tmp_path, precision="int4", block_size=512)
 
 
-@pytest.mark.parametrize("settings", [{"int4_method": "hqq"}, {"int4_method": "gptq"}, {"symmetric": False}])
+@pytest.mark.parametrize("settings", [{"int4_method": "hqq"}, {"int4_method": "k_quant"}, {"int4_method": "rtn"}, {"symmetric": True}])
 def test_other_ways_to_find_scales_are_proven_alike(quick_export, settings):
     bundle = quick_export(prune_layers="1,3", precision="int4", **settings)
     assert all(check["passed"] for check in bundle.report["verification"]["checks"])
@@ -132,8 +132,10 @@ def test_head_and_embedding_read_the_same_bytes(quick_export):
         for tensor in model.graph.initializer:
             if tensor.external_data:
                 places[graph, tensor.name] = {entry.key: entry.value for entry in tensor.external_data}
-    head = places["decode.onnx", "lm_head.weight.q"]
-    assert places["decode.onnx", "lm_head.weight.rows"] == places["prefill.onnx", "lm_head.weight.rows"] == head
+    for part in ("frequent", "rare"):
+        head = places["decode.onnx", f"lm_head.weight.{part}.q"]
+        rows = [places[graph, f"lm_head.weight.{part}.rows"] for graph in ("decode.onnx", "prefill.onnx")]
+        assert rows == [head, head]
 
 
 def test_one_wrong_number_in_the_weights_is_found(quick_export, monkeypatch, tmp_path):
@@ -189,4 +191,4 @@ def _export(monkeypatch, odd_sized, llama_folder, tmp_path, **settings):
 def test_json_report_names_the_precision(quick_export):
     bundle = quick_export(prune_layers="1", precision="int8")
     report = json.loads((bundle.folder / "report.json").read_text())
-    assert report["precision"] == "int8-block32-symmetric"
+    assert report["precision"] == "int8-block16-symmetric"

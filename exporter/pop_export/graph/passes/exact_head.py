@@ -8,7 +8,7 @@ import onnx_ir as ir
 from pop_export.graph.passes.quantize_matmuls import constant, replace_node
 
 LARGEST_CODE = 127.0  # of the fast kernels' activations: a block's largest number becomes that
-AFTER_HEAD = ("Reshape", "Cast", "Mul", "Div", "Tanh", "Add")  # what families do to logits: scale, cap, add a bias
+AFTER_HEAD = ("Reshape", "Cast", "Mul", "Div", "Tanh", "Add", "Concat")  # parts, a scale, a cap, a bias
 SMALLEST_STEP = 1e-30  # of a block of zeros
 
 
@@ -23,20 +23,22 @@ def exact_head(model: ir.Model, logits: str = "logits") -> int:
     block is padded is left as it is.
 
     Returns:
-        How many products were changed: 0 or 1.
+        How many products were changed: a head has one for each of its parts.
     """
-    graph = model.graph
-    node = next((value.producer() for value in graph.outputs if value.name == logits), None)
-    while node is not None and node.op_type in AFTER_HEAD:
-        computed = [value.producer() for value in node.inputs if value is not None and value.producer() is not None]
-        node = computed[0] if computed else None
-    if node is None or node.op_type != "MatMulNBits" or not node.attributes.get_int("accuracy_level", 0):
-        return 0
-    K, size = node.attributes.get_int("K", 0), node.attributes.get_int("block_size", 0)
-    if K % size:
-        return 0
-    replace_node(graph, node, _twice(graph, node, K, size))
-    return 1
+    count = 0
+    pending = [value.producer() for value in model.graph.outputs if value.name == logits]
+    while pending:
+        node = pending.pop()
+        if node is None:
+            continue
+        if node.op_type in AFTER_HEAD:
+            pending += [value.producer() for value in node.inputs if value is not None]
+        elif node.op_type == "MatMulNBits" and node.attributes.get_int("accuracy_level", 0):
+            K, size = node.attributes.get_int("K", 0), node.attributes.get_int("block_size", 0)
+            if K % size == 0:
+                replace_node(model.graph, node, _twice(model.graph, node, K, size))
+                count += 1
+    return count
 
 
 def _twice(graph: ir.Graph, node: ir.Node, K: int, size: int) -> list[ir.Node]:
@@ -48,7 +50,7 @@ def _twice(graph: ir.Graph, node: ir.Node, K: int, size: int) -> list[ir.Node]:
         nodes.append(ir.node(op_type, inputs, attributes))
         return nodes[-1].outputs[0]
 
-    x = add("Reshape", node.inputs[0], _integers(graph, "blocks", [-1, K // size, size]))  # [B, blocks, size]
+    x = add("Reshape", node.inputs[0], _integers(graph, f"blocks.{size}", [-1, K // size, size]))  # [B, blocks, size]
     largest = add("ReduceMax", add("Abs", x), _integers(graph, "last", [-1]), keepdims=1)  # [B, blocks, 1]
     step = add("Div", largest, constant(graph, "pop.head.largest_code", np.array(LARGEST_CODE, np.float32)))
     step = add("Max", step, constant(graph, "pop.head.smallest_step", np.array(SMALLEST_STEP, np.float32)))
@@ -56,10 +58,10 @@ def _twice(graph: ir.Graph, node: ir.Node, K: int, size: int) -> list[ir.Node]:
     both = add("Concat", rounded, add("Sub", x, rounded), axis=0)  # [2 B, blocks, size]
     entered = add("Reshape", both, _integers(graph, "inputs", [-1, K]))
     nodes.append(ir.node(node.op_type, [entered, *node.inputs[1:]], dict(node.attributes), domain=node.domain))
-    product = add("Reshape", nodes[-1].outputs[0], _integers(graph, "pair", [2, -1, N]))
+    product = add("Reshape", nodes[-1].outputs[0], _integers(graph, f"pair.{N}", [2, -1, N]))
     total = add("ReduceSum", product, _integers(graph, "first", [0]), keepdims=0)  # [B, N]
     if node.outputs[0].shape is None or len(node.outputs[0].shape) == 3:
-        add("Reshape", total, _integers(graph, "outputs", [-1, 1, N]))
+        add("Reshape", total, _integers(graph, f"outputs.{N}", [-1, 1, N]))
     return nodes
 
 
