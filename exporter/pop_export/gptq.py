@@ -45,7 +45,7 @@ def correction(hessian: Tensor, cross: Tensor) -> Tensor:
     """
     damped = hessian.double()
     damped.diagonal().add_(TRUST * damped.diagonal().mean().clamp(min=1e-12))
-    return torch.linalg.solve(damped, (cross - hessian).double(), left=False).float()
+    return torch.cholesky_solve((cross - hessian).double().T, torch.linalg.cholesky(damped)).T.float()
 
 
 def _rounded(weight: Tensor, inverse: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:

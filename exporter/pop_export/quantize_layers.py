@@ -19,7 +19,7 @@ from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.split_matrix import StoredMatrix
 from pop_export.stored_weights import stored_weights
 
-MAX_TOKENS = 16384  # of the samples, spread evenly over them
+MAX_TOKENS = 8192  # of the samples, spread evenly over them
 
 
 @dataclass

@@ -99,7 +99,8 @@ def test_any_block_size_gives_what_the_stored_weights_give(
     for check in exact:
         assert check["largest_difference"] <= 1e-3 * check["largest_logit"]
         assert check["largest_logit"] > 1
-    assert bundle.manifest.precision == f"{precision}-block{block_size}-{'gptq' if precision == 'int4' else 'symmetric'}"
+    kind = {"int4": "gptq", "int8": "symmetric"}[precision]
+    assert bundle.manifest.precision == f"{precision}-block{block_size}-{kind}"
 
 
 def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
@@ -107,7 +108,9 @@ def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
         ExportConfig(model="x", out=tmp_path, precision="int4", block_size=512)
 
 
-@pytest.mark.parametrize("settings", [{"int4_method": "hqq"}, {"int4_method": "k_quant"}, {"int4_method": "rtn"}, {"symmetric": True}])
+@pytest.mark.parametrize(
+    "settings", [{"int4_method": "hqq"}, {"int4_method": "k_quant"}, {"int4_method": "rtn"}, {"symmetric": True}]
+)
 def test_other_ways_to_find_scales_are_proven_alike(quick_export, settings):
     bundle = quick_export(prune_layers="1,3", precision="int4", **settings)
     assert all(check["passed"] for check in bundle.report["verification"]["checks"])
