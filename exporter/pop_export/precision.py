@@ -103,5 +103,5 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
     method, symmetric = config.int4_method or DEFAULT_INT4_METHOD, config.symmetric is True
     dense = Scheme(4, config.block_size or 32, method, symmetric)
     key_value = Scheme(KEY_VALUE_BITS, dense.block_size, "gptq" if method == "gptq" else "rtn")
-    embedding = SplitScheme(Scheme(8, config.block_size or 32), Scheme(4, config.block_size or 64, symmetric=symmetric))
-    return Schemes(dense, key_value, embedding)
+    rare = Scheme(4, dense.block_size, symmetric=symmetric)
+    return Schemes(dense, key_value, SplitScheme(Scheme(8, dense.block_size), rare))

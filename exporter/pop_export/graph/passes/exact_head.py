@@ -33,7 +33,7 @@ def exact_head(model: ir.Model, logits: str = "logits") -> int:
             continue
         if node.op_type in AFTER_HEAD:
             pending += [value.producer() for value in node.inputs if value is not None]
-        elif node.op_type == "MatMulNBits" and node.attributes.get_int("accuracy_level", 0):
+        elif node.op_type == "MatMulNBits" and node.attributes.get_int("accuracy_level", 0) > 0:
             K, size = node.attributes.get_int("K", 0), node.attributes.get_int("block_size", 0)
             if K % size == 0:
                 replace_node(model.graph, node, _twice(model.graph, node, K, size))
