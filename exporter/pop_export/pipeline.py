@@ -226,7 +226,8 @@ def _original_scores(
     """Return what the checkpoint predicts before its weights are changed; None where they are not."""
     if config.precision == "fp32":
         return None
-    return original_scores(checkpoint.model, plan, samples.held_out or samples.ids)
+    windows = Windows(config.sink_tokens, config.boundary_tokens)
+    return original_scores(checkpoint.model, plan, samples.held_out or samples.ids, windows)
 
 
 def _verified(

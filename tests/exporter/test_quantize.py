@@ -119,12 +119,21 @@ def test_other_ways_to_find_scales_are_proven_alike(quick_export, settings):
 
 def test_the_damage_of_both_is_reported_apart_and_together(quick_export):
     int8, int4 = (
-        quick_export(prune_layers="1,3", precision=precision, force=True).report["precision_damage"]
+        quick_export(prune_layers="1,3", precision=precision, sink_tokens=0, boundary_tokens=1, force=True).report[
+            "precision_damage"
+        ]
         for precision in ("int8", "int4")
     )
     assert int8["pruning_kl_nats"] == int4["pruning_kl_nats"] > 0
     assert 0 < int8["quantisation_kl_nats"] < 0.5 * int4["quantisation_kl_nats"]
     assert int4["both_kl_nats"] > int4["quantisation_kl_nats"] > 0
+    assert int4["num_pruned_tokens"] == int4["num_prompt_tokens"] - 1 > 0
+
+
+def test_a_prompt_within_the_windows_is_not_damaged_by_pruning(quick_export):
+    damage = quick_export(prune_layers="1,3", precision="int8").report["precision_damage"]
+    assert damage["num_pruned_tokens"] == damage["pruning_kl_nats"] == 0
+    assert damage["both_kl_nats"] == pytest.approx(damage["quantisation_kl_nats"])
 
 
 def test_head_and_embedding_read_the_same_bytes(quick_export):
