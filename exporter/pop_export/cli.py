@@ -110,14 +110,15 @@ def parser() -> argparse.ArgumentParser:
     add("--precision", choices=get_args(Precision),
         help="of the weights: 32 or 16 bits, or blocks of 8 or 4 bits (default %(default)s)")  # fmt: skip
     add("--block-size", type=int, metavar="N",
-        help="int8, int4: weights that share a scale: 16 to 256 (default 32)")  # fmt: skip
+        help="int8, int4: weights that share a scale: 16 to 256 (default 16 for int8, 32 for int4)")  # fmt: skip
     symmetry = precision.add_mutually_exclusive_group()
     symmetry.add_argument("--symmetric", dest="symmetric", action="store_true", default=None,
-        help="int8, int4: no zero point per block (default)")  # fmt: skip
+        help="int8, int4: no zero point per block (default for int8)")  # fmt: skip
     symmetry.add_argument("--asymmetric", dest="symmetric", action="store_false", default=None,
-        help="int8, int4: a zero point per block")  # fmt: skip
+        help="int8, int4: a zero point per block (default for int4)")  # fmt: skip
     add("--int4-method", choices=get_args(Int4Method),
-        help="int4: round to nearest, or search for closer scales (default %(default)s)")  # fmt: skip
+        help="int4: fit the weights to text layer after layer (gptq, the default; takes minutes), or find scales from "
+        "the weights alone: round to nearest (rtn), or ONNX Runtime's k_quant and hqq")  # fmt: skip
     parser.set_defaults(**{name: defaults[name] for name in defaults if name not in ("model", "out")})
     return parser
 
@@ -149,8 +150,7 @@ def _interrupt(*_: Any) -> None:
 
 def summary(folder: Path, report: dict[str, Any]) -> str:
     """Return what a person wants to know of a finished export."""
-    plan, speed, checks = report["plan"], report["speed"], report["verification"]["checks"]
-    worst = max(check["largest_difference"] for check in checks)
+    plan, speed = report["plan"], report["speed"]
     chosen = report["quality"]["chosen"]
     return "\n".join(
         (
@@ -162,10 +162,33 @@ def summary(folder: Path, report: dict[str, Any]) -> str:
             f"prefill of {speed['num_prompt_tokens']} tokens: {speed['full_prefill_ms']:.0f} ms full, "
             f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x; as a turn with its windows "
             f"{speed['turn_speedup']:.2f} x, predicted {chosen['predicted_speedup']:.2f} x",
-            f"verified: logits within {worst:.1g} of PyTorch in {len(checks)} comparisons",
+            *_precision_lines(report),
             f'try it: pop-run {folder} --prompt "Explain in two sentences why the sky is blue."',
         )
     )
+
+
+def _precision_lines(report: dict[str, Any]) -> list[str]:
+    """Return what was verified, against what, and what fewer bits cost."""
+    checks, damage, precision = report["verification"]["checks"], report["precision_damage"], report["precision"]
+    rounded = [check for check in checks if check["arithmetic"] == "int8 activations"]
+    proofs = [check for check in checks if check not in rounded]
+    worst = max(check["largest_difference"] for check in proofs)
+    twin = "PyTorch" if damage is None else f"PyTorch in fp32 with the weights as {precision} stores them"
+    kernels = ", kernels exact" if rounded else ""
+    lines = [f"verified: logits within {worst:.1g} of {twin} in {len(proofs)} comparisons{kernels}"]
+    if rounded:
+        worst, largest = (max(check[key] for check in rounded) for key in ("largest_difference", "largest_logit"))
+        lines.append(
+            f"as it runs, with kernels that round activations to 8 bits: within {worst:.2g} of the same in "
+            f"{len(rounded)} comparisons; the largest logit is {largest:.3g}"
+        )
+    if damage is not None:
+        lines.append(
+            f"KL to the checkpoint, nats per token: {damage['quantisation_kl_nats']:.4f} by {precision} alone, "
+            f"{damage['pruning_kl_nats']:.4f} by the skipped layers alone, {damage['both_kl_nats']:.4f} by both"
+        )
+    return lines
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class ExportConfig:
 
     dialect: Dialect = "ort"  # of the graphs: ONNX Runtime's operators too, or those of ONNX alone
     precision: Precision = "fp32"
-    block_size: int | None = None  # weights that share a scale; None: DEFAULT_BLOCK_SIZE
-    int4_method: Int4Method = "rtn"  # how scales are found: round to nearest, or a search
+    block_size: int | None = None  # weights that share a scale; None: as `precision.schemes_for` chooses
+    int4_method: Int4Method | None = None  # fitted to text (gptq, the default) or found from the weights alone
     symmetric: bool | None = None  # None: symmetric for int8, asymmetric for int4
 
     threads: int | None = None  # None: one per visible core
@@ -153,11 +153,10 @@ class ExportConfig:
             raise UsageError(
                 f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}, found {self.block_size}"
             )
-        if self.int4_method != "rtn":
-            if self.precision != "int4":
-                raise UsageError(f"--int4-method: expected --precision int4 with it, found {self.precision}")
-            if self.symmetric and self.int4_method != "gptq":
-                raise UsageError(
-                    f"--symmetric: expected --int4-method rtn or gptq with it, found {self.int4_method}, which places "
-                    "the zero point itself; leave --symmetric out"
-                )
+        if self.int4_method is not None and self.precision != "int4":
+            raise UsageError(f"--int4-method: expected --precision int4 with it, found {self.precision}")
+        if self.symmetric and self.int4_method in ("k_quant", "hqq"):
+            raise UsageError(
+                f"--symmetric: expected --int4-method rtn or gptq with it, found {self.int4_method}, which places the "
+                "zero point itself; leave --symmetric out"
+            )

@@ -1,45 +1,17 @@
-"""Round weights to 4 bits one column after another, each time moving the rest to make up for it (GPTQ)."""
+"""Round a matrix to small integers one column after another, each time moving the rest to make up for it (GPTQ)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from pop_export.quantized_matrix import QuantizedMatrix, Scheme, pack
+from pop_export.block_scales import find_scales
+from pop_export.quantized_matrix import QuantizedMatrix, Scheme, from_codes, stored_scales
 
-MAX_WINDOWS = 32  # of calibration text; 16 to 48 make no difference on SmolLM2
-MAX_HESSIAN_BYTES = 2 << 30  # held at once: more weights take more passes over the text
 DAMPING = 0.01  # of the mean diagonal, as in the paper
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a block's range that are tried for its scale
-
-
-def gptq_matrices(
-    model: PreTrainedModel, names: Iterable[str], samples: Sequence[np.ndarray], scheme: Scheme
-) -> dict[str, QuantizedMatrix]:
-    """Return the named weights quantised so that what they compute on the samples changes least.
-
-    Args:
-        model: in fp32.
-        names: parameters, weights of linear modules; others are left out.
-        samples: windows of token ids.
-        scheme: of 4 bits.
-    """
-    found: dict[str, QuantizedMatrix] = {}
-    modules = dict(model.named_modules())
-    owners = {name: modules.get(name.removesuffix(".weight")) for name in names}
-    linear = {name: module for name, module in owners.items() if module is not None and hasattr(module, "weight")}
-    for group in _groups(linear):
-        hessians = _hessians(model, group, samples)
-        for name, module in group.items():
-            weight = module.weight.detach()
-            rows = weight if isinstance(module, nn.Linear) else weight.T  # Conv1D keeps [K, N]
-            found[name] = gptq(rows, hessians.pop(name), scheme)
-    return found
+TRUST = 0.05  # of the mean diagonal: more keeps corrected weights closer to the original ones
+MAX_ROWS = 16384  # rounded at once: an embedding has many, and each needs working memory
 
 
 def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme) -> QuantizedMatrix:
@@ -48,32 +20,62 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme) -> QuantizedMatrix:
     Args:
         weight: [N, K] float32.
         hessian: [K, K] float32, sum of x x^T over inputs x; its inputs that are never used count as rounding freely.
-        scheme: of 4 bits.
+        scheme: bits, block size and symmetry.
 
-    Source: Frantar et al., "GPTQ", arXiv:2210.17323, algorithm 1, with a scale searched per block.
+    Source: Frantar et al., "GPTQ", arXiv:2210.17323, algorithm 1, with a scale searched per block when its turn comes;
+    a weight counts there what its input's square sums to.
     """
-    (N, K), size = weight.shape, scheme.block_size
     inverse = _inverse_factor(hessian)  # [K, K] upper
-    rest = weight.clone()
-    codes = torch.zeros(N, -(-K // size) * size, dtype=torch.uint8)
+    importance = hessian.diagonal().clamp(min=1e-12)
+    parts = [_rounded(rows, inverse, importance, scheme) for rows in weight.split(MAX_ROWS)]
+    return from_codes(scheme, weight.shape[1], *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
+
+
+def correction(hessian: Tensor, cross: Tensor) -> Tensor:
+    """Return D [K, K] with which W + W D makes of changed inputs what W makes of the original ones, nearly.
+
+    It is the least-squares solution of `(W + W D) x = W x0` over inputs x that layers quantised before leave, and x0
+    that the original ones do, drawn towards none.
+
+    Args:
+        hessian: [K, K] sum of x x^T.
+        cross: [K, K] sum of x0 x^T.
+
+    Source: the asymmetric calibration of Li et al., "GPTAQ", arXiv:2504.02692, in closed form.
+    """
+    damped = hessian.double()
+    damped.diagonal().add_(TRUST * damped.diagonal().mean().clamp(min=1e-12))
+    return torch.cholesky_solve((cross - hessian).double().T, torch.linalg.cholesky(damped)).T.float()
+
+
+def _rounded(weight: Tensor, inverse: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes [N, blocks * size] uint8, scales and zero points [N, blocks] of a weight [N, K]."""
+    (N, K), size, last = weight.shape, scheme.block_size, (1 << scheme.bits) - 1
+    rest = weight.T.contiguous()  # [K, N]: what is left of each column lies together
+    codes = torch.zeros(-(-K // size) * size, N, dtype=torch.uint8)
     scales, zeros = [], []
     for start in range(0, K, size):
         stop = min(start + size, K)
-        scale, zero = _block_scale(rest[:, start:stop], scheme)  # [N, 1] each
-        errors = torch.zeros(N, stop - start)
-        for column in range(start, stop):
-            code = (rest[:, column : column + 1] / scale + zero).round().clamp(0, 15)  # [N, 1]
-            codes[:, column : column + 1] = code.to(torch.uint8)
-            error = (rest[:, column : column + 1] - scale * (code - zero)) / inverse[column, column]
-            rest[:, column:stop] -= error @ inverse[column : column + 1, column:stop]
-            errors[:, column - start] = error[:, 0]
-        rest[:, stop:] -= errors @ inverse[start:stop, stop:]
-        codes[:, stop : start + size] = zero.to(torch.uint8)  # padding stands for 0
+        block = rest[start:stop]
+        scale, zero = _block_scales(block.T.contiguous(), importance[start:stop], scheme)  # [N] each
+        errors = torch.empty(stop - start, N)
+        for column, row in enumerate(block):
+            code = (row / scale + zero).round_().clamp_(0, last)
+            codes[start + column] = code
+            factors = inverse[start + column, start + column : stop]
+            errors[column] = (row - scale * (code - zero)) / factors[0]
+            block[column + 1 :].addr_(factors[1:], errors[column], alpha=-1)
+        rest[stop:].addmm_(inverse[start:stop, stop:].T, errors, alpha=-1)
+        codes[stop : start + size] = zero.to(torch.uint8)  # padding stands for 0
         scales.append(scale)
         zeros.append(zero)
-    packed = pack(codes.numpy(), 4).reshape(N, len(scales), -1)
-    zero_points = pack(torch.cat(zeros, 1).to(torch.uint8).numpy(), 4) if scheme.has_zero_points else None
-    return QuantizedMatrix(scheme, K, packed, torch.cat(scales, 1).numpy(), zero_points)
+    return codes.T.contiguous(), torch.stack(scales, 1), torch.stack(zeros, 1).to(torch.uint8)
+
+
+def _block_scales(block: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Return scale, as it will be stored, and zero point [N] of one block [N, size or less]."""
+    scale, zero = find_scales(block, scheme.bits, not scheme.has_zero_points, importance)
+    return torch.from_numpy(stored_scales(scale.numpy()).astype(np.float32)), zero
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
@@ -82,64 +84,3 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-12))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     return torch.linalg.cholesky(inverse, upper=True).float()
-
-
-def _block_scale(block: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Return scale and zero point [N, 1] of one block [N, block_size], the best of a few ranges."""
-    best = scale = zero = None
-    low, high = block.amin(1, keepdim=True).clamp(max=0), block.amax(1, keepdim=True).clamp(min=0)
-    for shrink in SHRINKS:
-        if scheme.symmetric:
-            tried = (torch.maximum(-low, high) * shrink / 7.5).clamp(min=1e-8)
-            middle = torch.full_like(tried, 8)
-        else:
-            tried = ((high - low) * shrink / 15).clamp(min=1e-8)
-            middle = (-low * shrink / tried).round().clamp(0, 15)
-        rounded = tried * ((block / tried + middle).round().clamp(0, 15) - middle)
-        error = (rounded - block).square().sum(1, keepdim=True)
-        if best is None or scale is None or zero is None:
-            best, scale, zero = error, tried, middle
-        else:
-            better = error < best
-            best, scale = torch.where(better, error, best), torch.where(better, tried, scale)
-            zero = torch.where(better, middle, zero)
-    assert scale is not None and zero is not None
-    return scale, zero
-
-
-@torch.no_grad()
-def _hessians(model: PreTrainedModel, linear: dict[str, Any], samples: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Return for each weight the sum of x x^T over its inputs x, [K, K] float32."""
-    sums: dict[str, Tensor] = {}
-
-    def add(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1])
-            product = x.T @ x
-            sums[name] = sums[name] + product if name in sums else product
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(add(name)) for name, module in linear.items()]
-    try:
-        for ids in samples[:MAX_WINDOWS]:
-            model(input_ids=torch.from_numpy(np.asarray(ids, np.int64))[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sums
-
-
-def _groups(linear: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the modules in groups whose Hessians fit in memory together."""
-    group: dict[str, Any] = {}
-    held = 0
-    for name, module in linear.items():
-        K = module.weight.shape[1] if isinstance(module, nn.Linear) else module.weight.shape[0]
-        if group and held + 4 * K * K > MAX_HESSIAN_BYTES:
-            yield group
-            group, held = {}, 0
-        group[name] = module
-        held += 4 * K * K
-    if group:
-        yield group

@@ -102,16 +102,18 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("calibrate", "calibrating"):
         samples = _samples(config, checkpoint)
         calibration = _calibration(config, checkpoint, samples)
-    choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, watch)
+    with watch.stage("fitting_text", "gathering text to fit on"):
+        text = fitting_text(config, checkpoint)
+    choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, text, watch)
     original = _original_scores(config, checkpoint, fitted.plan, samples)
     prompt = _verification_text(checkpoint, samples)
-    with watch.stage("build", "building the graphs"):
-        with traced_weights(config, checkpoint.model):
-            if config.precision in HALF:
-                require_finite(checkpoint.model, prompt)
-            decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
-            prefill = cut_prefill_graph(decode, fitted.plan)
-        stored = store_precision(config, checkpoint.model, decode, prefill, samples.ids)
+    with watch.stage("build", "building the graphs"), traced_weights(config, checkpoint.model):
+        if config.precision in HALF:
+            require_finite(checkpoint.model, prompt)
+        decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
+        prefill = cut_prefill_graph(decode, fitted.plan)
+    with watch.stage("precision", "storing weights"):
+        stored = store_precision(config, checkpoint.model, decode, prefill, text.fitting)
         prepare_attention(decode, prefill, max_positions_of(checkpoint.model))
     with staged_folder(config.out) as folder:
         manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
@@ -151,14 +153,13 @@ def _planned(
     checkpoint: Checkpoint,
     kv_layers: tuple[KvLayer, ...],
     calibration: Calibration,
+    text: FittingText,
     watch: _Stopwatch,
 ) -> tuple[Choice, PrefillFit, dict[str, Any]]:
     """Return the layers to skip, the plan fitted for them, and what report.json says of both.
 
     The full model's passes over the texts, a gigabyte or more, end with this function.
     """
-    with watch.stage("fitting_text", "gathering text to fit on"):
-        text = fitting_text(config, checkpoint)
     with watch.stage("select", "choosing layers"):
         lab = _lab(config, checkpoint, kv_layers, text)
         choice = choose_plan(config, lab, calibration.prefill.importance)
@@ -232,7 +233,8 @@ def _original_scores(
     """Return what the checkpoint predicts before its weights are changed; None where they are not."""
     if config.precision == "fp32":
         return None
-    return original_scores(checkpoint.model, plan, samples.held_out or samples.ids)
+    windows = Windows(config.sink_tokens, config.boundary_tokens)
+    return original_scores(checkpoint.model, plan, samples.held_out or samples.ids, windows)
 
 
 def _verified(

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pop_export.decoder import cache_argument
+from pop_export.decoder import cache_argument, position_arguments
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime import sequence as runtime_sequence
 from pop_runtime.kv_cache import allocate_cache
-from pop_runtime.manifest import Manifest
-from pop_runtime.schedule import Stage
+from pop_runtime.manifest import Manifest, Windows
+from pop_runtime.schedule import Stretch, plan_turn
 from pop_runtime.sessions import open_pair
 
-MAX_WINDOWS = 4
+MAX_WINDOWS = 8
 MAX_SCORED_TOKENS = 32  # predictions compared per window, after its prompt
 
 
@@ -28,10 +28,11 @@ class PrecisionDamage:
 
     num_windows: int
     num_prompt_tokens: int
+    num_pruned_tokens: int  # of each prompt: what lies between sink and boundary
     num_scored_tokens: int  # of each window
     quantisation_kl_nats: float  # the decode graph, prompt at full depth
     pruning_kl_nats: float  # the plan in PyTorch fp32
-    both_kl_nats: float  # the pair
+    both_kl_nats: float  # the pair, as it runs
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,29 @@ class OriginalScores:
 
     windows: list[list[int]]
     num_prompt: int
+    stretches: tuple[Stretch, ...]  # of a pruned prompt
     full: list[np.ndarray]  # per window [scored, V] float32
     pruned: list[np.ndarray]
 
 
-def original_scores(model: PreTrainedModel, plan: PrefillPlan, samples: Sequence[np.ndarray]) -> OriginalScores:
-    """Return what the original model predicts after the prompt half of each window, whole and with the plan.
+def original_scores(
+    model: PreTrainedModel, plan: PrefillPlan, samples: Sequence[np.ndarray], windows: Windows
+) -> OriginalScores:
+    """Return what the original model predicts after the first part of each window, read whole and with the plan.
 
     Args:
         model: causal LM in fp32.
         plan: what prefill leaves out.
         samples: windows of token ids, each at least 3 long.
+        windows: sink and boundary of the prompts.
     """
     length = min(len(sample) for sample in samples)
-    num_prompt = max(2, length // 2)
-    length = min(length, num_prompt + MAX_SCORED_TOKENS - 1)
-    windows = [sample[:length].tolist() for sample in samples[:MAX_WINDOWS]]
-    full, pruned = [], []
-    for ids in windows:
-        full.append(_model_scores(model, plan, ids, num_prompt, "decode"))
-        pruned.append(_model_scores(model, plan, ids, num_prompt, "prefill"))
-    return OriginalScores(windows, num_prompt, full, pruned)
+    num_prompt = max(2, length // 2, length + 1 - MAX_SCORED_TOKENS)
+    texts = [sample[:length].tolist() for sample in samples[:MAX_WINDOWS]]
+    stretches = tuple(plan_turn(0, num_prompt, windows, num_prompt))
+    full = [_model_scores(model, plan, ids, [Stretch(0, num_prompt, "decode")]) for ids in texts]
+    pruned = [_model_scores(model, plan, ids, stretches) for ids in texts]
+    return OriginalScores(texts, num_prompt, stretches, full, pruned)
 
 
 def precision_damage(
@@ -68,18 +71,19 @@ def precision_damage(
 ) -> PrecisionDamage:
     """Return how far the bundle in `folder` is from the original model on the windows it was scored on."""
     sessions = open_pair(folder, manifest, threads)
-    found: dict[Stage, list[np.ndarray]] = {"decode": [], "prefill": []}
+    full, pruned = [], []
     for ids in original.windows:
-        for stage, scores in found.items():
+        for scores, stretches in ((full, [Stretch(0, original.num_prompt, "decode")]), (pruned, original.stretches)):
             sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
-            scores.append(_bundle_scores(sequence, ids, original.num_prompt, stage))
+            scores.append(_bundle_scores(sequence, ids, stretches))
     return PrecisionDamage(
         num_windows=len(original.windows),
         num_prompt_tokens=original.num_prompt,
+        num_pruned_tokens=sum(piece.stop - piece.start for piece in original.stretches if piece.stage == "prefill"),
         num_scored_tokens=len(original.full[0]),
-        quantisation_kl_nats=mean_kl(original.full, found["decode"]),
+        quantisation_kl_nats=mean_kl(original.full, full),
         pruning_kl_nats=mean_kl(original.full, original.pruned),
-        both_kl_nats=mean_kl(original.full, found["prefill"]),
+        both_kl_nats=mean_kl(original.full, pruned),
     )
 
 
@@ -91,20 +95,24 @@ def mean_kl(wanted: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
 
 @torch.no_grad()
 def _model_scores(
-    model: PreTrainedModel, plan: PrefillPlan, ids: list[int], num_prompt: int, stage: Stage
+    model: PreTrainedModel, plan: PrefillPlan, ids: list[int], stretches: Sequence[Stretch]
 ) -> np.ndarray:
-    """Return log-probabilities after the prompt's last token and each later one, [scored, V]."""
+    """Return log-probabilities after the prompt, which the stretches cover, and after each later token, [scored, V]."""
     reference, tokens = Reference(model, plan), torch.tensor(ids)
-    reference.feed(tokens[: num_prompt - 1], stage)
-    rest = torch.arange(num_prompt - 1, len(ids))[None]  # [1, scored]
+    num_read = stretches[-1].stop - 1  # the prompt's last token goes with those that follow it: all at full depth
+    for stretch in stretches:
+        if stretch.start < num_read:
+            reference.feed(tokens[stretch.start : min(stretch.stop, num_read)], stretch.stage)
+    rest = torch.arange(num_read, len(ids))[None]  # [1, scored]
     cache = {cache_argument(model): reference.cache, "use_cache": True}
-    logits = model(input_ids=tokens[None, num_prompt - 1 :], position_ids=rest, **cache).logits[0]  # [scored, V]
+    arguments = position_arguments(model, rest)
+    logits = model(input_ids=tokens[None, num_read:], **arguments, **cache).logits[0]  # [scored, V]
     return torch.log_softmax(logits.float(), dim=-1).numpy()
 
 
-def _bundle_scores(sequence: runtime_sequence.Sequence, ids: list[int], num_prompt: int, stage: Stage) -> np.ndarray:
+def _bundle_scores(sequence: runtime_sequence.Sequence, ids: list[int], stretches: Sequence[Stretch]) -> np.ndarray:
     """Return the same from the bundle's graphs."""
-    sequence.feed(ids[: num_prompt - 1], stage)
-    rows = [sequence.feed([token], "decode") for token in ids[num_prompt - 1 :]]
+    after_prompt = [sequence.feed(ids[stretch.start : stretch.stop], stretch.stage) for stretch in stretches][-1]
+    rows = [after_prompt, *(sequence.feed([token], "decode") for token in ids[stretches[-1].stop :])]
     logits = torch.from_numpy(np.stack([row for row in rows if row is not None]))
     return torch.log_softmax(logits, dim=-1).numpy()

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from pop_export.decoder import num_layers_of
-from pop_export.gptq import gptq_matrices
+from pop_export.graph.cut import surrogate_name
+from pop_export.graph.passes.exact_head import exact_head
 from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
-from pop_export.quantized_matrix import QuantizedMatrix, Scheme
+from pop_export.quantize_layers import quantize_layers
+from pop_export.quantized_matrix import Scheme
 from pop_export.reference import PrefillPlan
+from pop_export.split_matrix import AnyScheme, StoredMatrix
+from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
 
 REFIT_SUFFIX = ".refit"  # ends the name of a weight that prefill has in place of the parameter of that name
@@ -32,8 +33,8 @@ class Schemes:
     """How each kind of weight is quantised."""
 
     dense: Scheme
-    key_value: Scheme  # K and V projections: a skipped layer is nothing but these, and small
-    embedding: Scheme  # the embedding and, where they are one matrix, the head
+    key_value: Scheme  # K and V projections and surrogates: a skipped layer is nothing but these, and small
+    embedding: AnyScheme  # the embedding and the head, often one matrix
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Quantization:
     """What was quantised."""
 
     schemes: Schemes
-    matrices: Mapping[str, QuantizedMatrix]  # by name of the weight in the graphs, mostly that of a parameter
+    matrices: Mapping[str, StoredMatrix]  # by name of the weight in the graphs, mostly that of a parameter
     kept: tuple[str, ...]  # matrices of the decode graph that stay as they were
 
     @property
@@ -59,7 +60,7 @@ def quantize_pair(
     schemes: Schemes,
     samples: Sequence[np.ndarray] = (),
 ) -> Quantization:
-    """Quantise every matrix of both graphs that is a parameter, or stands in for one in prefill; in place.
+    """Quantise every matrix of both graphs that is a parameter, or stands in for one or a layer in prefill; in place.
 
     A weight of both graphs is quantised once. The prefill graph has to be cut before: what cutting does to weights it
     does to plain ones. Weights of any other origin stay as they are.
@@ -74,26 +75,35 @@ def quantize_pair(
     Raises:
         ModelError: the graphs hold no such matrix.
     """
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    head = model.get_output_embeddings().weight
     key_value = key_value_weights(decode, num_layers_of(model))
     tables = {table.name for node in decode.graph if (table := embedding_table(node)) is not None}
 
-    def scheme_of(name: str) -> Scheme | None:
+    surrogates = {surrogate_name(layer) for layer in range(num_layers_of(model))}
+
+    def scheme_of(name: str) -> AnyScheme | None:
+        if name in surrogates:
+            return schemes.key_value
         if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
             return None
         if name in key_value or name not in parameters:
             return schemes.key_value
-        return schemes.embedding if name in tables else schemes.dense
+        return schemes.embedding if name in tables or parameters[name] is head else schemes.dense
 
-    matrices: dict[str, QuantizedMatrix] = {}
-    if schemes.dense.method == "gptq":
-        read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
-        dense = [name for name in read if scheme_of(name) is schemes.dense]
-        matrices.update(gptq_matrices(model, dense, samples, schemes.dense))
+    matrices: dict[str, StoredMatrix] = {}
+    read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
+    schemes_read = {name: scheme_of(name) for name in read}
+    fitted = {
+        name: found for name, found in schemes_read.items() if isinstance(found, Scheme) and found.method == "gptq"
+    }
     for graph in (decode, prefill):
-        quantize_matmuls(graph, scheme_of, matrices)
         quantize_embedding(graph, scheme_of, matrices)
-    exact_kernels(prefill, bits=(4,))  # over many tokens they are not slower: SmolLM2, 512 tokens, 1.66 s against 1.96
+        if graph is decode and fitted:
+            matrices |= quantize_layers(model, fitted, samples, matrices)
+        quantize_matmuls(graph, scheme_of, matrices)
+    exact_head(decode)
+    exact_kernels(prefill)  # over many tokens they are not slower: docs/experiments.md
     if not matrices:
         raise ModelError(
             f"{type(model).__name__}: expected weight matrices to quantise in the decode graph, found none; "
@@ -122,29 +132,6 @@ def key_value_weights(decode: ir.Model, num_layers: int) -> set[str]:
     return names
 
 
-def dequantized_parameter(matrix: QuantizedMatrix, parameter: Tensor) -> Tensor:
-    """Return what a stored matrix [N, K] stands for, in the orientation of the parameter it was made from."""
-    rows = torch.from_numpy(matrix.dequantized())
-    fits = [view for view in (rows, rows.T) if view.shape == parameter.shape]
-    if not fits:
-        raise ModelError(f"quantised weight: expected the shape {tuple(parameter.shape)}, found {tuple(rows.shape)}")
-    return min(fits, key=lambda view: float((view - parameter).abs().sum())).contiguous()
-
-
-@contextmanager
-def stored_weights(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Let the model compute with what its quantised weights stand for while the context is open."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    originals = {name: parameters[name].data for name in quantization.matrices if name in parameters}
-    try:
-        for name, original in originals.items():
-            parameters[name].data = dequantized_parameter(quantization.matrices[name], original)
-        yield
-    finally:
-        for name, original in originals.items():
-            parameters[name].data = original
-
-
 def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
     """Return the plan with what its own quantised weights stand for."""
     found = {name: quantization.matrices.get(name + REFIT_SUFFIX) for name in plan.weights}
@@ -152,4 +139,10 @@ def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
         name: weight if (matrix := found[name]) is None else dequantized_parameter(matrix, weight)
         for name, weight in plan.weights.items()
     }
-    return dataclasses.replace(plan, weights=weights)
+    surrogates = {
+        layer: surrogate
+        if (matrix := quantization.matrices.get(surrogate_name(layer))) is None
+        else dataclasses.replace(surrogate, matrix=dequantized_parameter(matrix, surrogate.matrix))
+        for layer, surrogate in plan.surrogates.items()
+    }
+    return dataclasses.replace(plan, weights=weights, surrogates=surrogates)

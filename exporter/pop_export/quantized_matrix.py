@@ -1,4 +1,4 @@
-"""One weight matrix in blocks of small integers, by ONNX Runtime's own quantisers, and back again."""
+"""One weight matrix in blocks of small integers, as ONNX Runtime's kernels take it, and back again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pop_export.block_scales import find_scales, nearest_codes
+
 Method = Literal["rtn", "k_quant", "hqq", "gptq"]
 Bits = Literal[4, 8]
+SEARCHED_AT_ONCE = 1 << 18  # numbers whose scales are searched together: what fits a core's cache
+MAX_SCALE_CHANGE = 1e-3  # by rounding to 16 bits; 5e-4 is what normal numbers can change by
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class QuantizedMatrix:
     scheme: Scheme
     num_columns: int  # K; the last block is padded
     packed: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]; of two codes in a byte the low half comes first
-    scales: NDArray[np.float32]  # [N, blocks]
+    scales: NDArray[np.float16] | NDArray[np.float32]  # [N, blocks], as `stored_scales` gives them
     zero_points: NDArray[np.uint8] | NDArray[np.float32] | None  # [N, ceil(blocks * bits / 8)], or [N, blocks] (hqq)
 
     def dequantized(self) -> NDArray[np.float32]:
@@ -50,35 +54,62 @@ class QuantizedMatrix:
             codes -= _unpacked(self.zero_points, self.scheme.bits)[:, :blocks, None]
         else:
             codes -= self.zero_points[..., None]
-        codes *= self.scales[..., None]
+        codes *= self.scales.astype(np.float32)[..., None]
         return codes.reshape(N, -1)[:, : self.num_columns]
 
 
 def quantize_matrix(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMatrix:
-    """Return a weight [N, K] float32 in blocks along K.
+    """Return a weight [N, K] float32 in blocks along K, from nothing but its numbers.
 
-    Source: RTN by ONNX Runtime's C++ kernels; k_quant after llama.cpp's quantiser of that name; HQQ, Badri and Shaji,
-    "Half-Quadratic Quantization of Large Machine Learning Models", 2023. All three are onnxruntime's code.
+    Source: rtn, which gptq is too where there are no inputs to look at, by `find_scales`. k_quant after llama.cpp's
+    quantiser of that name and HQQ, Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models",
+    2023, are onnxruntime's code.
     """
     N, K = weight.shape
     blocks = -(-K // scheme.block_size)
-    if scheme.method in ("rtn", "gptq"):  # gptq with no inputs to look at rounds to the nearest (gptq.py has them)
-        packed, scales, zero_points = _round_to_nearest(weight, scheme)
-    elif scheme.method == "hqq":
-        packed, scales, zero_points = _hqq(weight, scheme)
-    else:
-        packed, scales, zero_points = _k_quant(weight, scheme, blocks)
-    return QuantizedMatrix(scheme, K, packed.reshape(N, blocks, -1), scales.reshape(N, blocks), zero_points)
-
-
-def _round_to_nearest(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    ort = _quantizers("matmul_nbits_quantizer")
-    config = ort.DefaultWeightOnlyQuantConfig(
-        block_size=scheme.block_size, is_symmetric=scheme.symmetric, bits=scheme.bits
+    if scheme.method in ("rtn", "gptq"):
+        return _round_to_nearest(weight, scheme)
+    packed, scales, zero_points = (_hqq if scheme.method == "hqq" else _k_quant)(weight, scheme, blocks)
+    return QuantizedMatrix(
+        scheme, K, packed.reshape(N, blocks, -1), stored_scales(scales.reshape(N, blocks)), zero_points
     )
-    quantizer = ort.DefaultWeightOnlyQuantizer(config)
-    packed, scales, zero_points = quantizer.qbits_block_quant(np.ascontiguousarray(weight.T))
-    return packed, scales, zero_points if scheme.has_zero_points else None
+
+
+def stored_scales(scales: NDArray[np.float32]) -> NDArray[np.float16] | NDArray[np.float32]:
+    """Return scales in 16 bits, half a bit per weight less in blocks of 32, or as they are where they do not fit.
+
+    They fit where none changes by more than a thousandth, which is less than the rounding of the largest 8-bit code.
+    """
+    with np.errstate(over="ignore"):
+        half = scales.astype(np.float16)
+    close = np.abs(half.astype(np.float32) - scales) <= MAX_SCALE_CHANGE * np.abs(scales)
+    return half if close.all() else scales
+
+
+def _round_to_nearest(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMatrix:
+    K = weight.shape[1]
+    blocks = -(-K // scheme.block_size)
+    padded = np.pad(weight, ((0, 0), (0, blocks * scheme.block_size - K))) if K % scheme.block_size else weight
+    parts = []
+    for rows in torch.from_numpy(np.ascontiguousarray(padded)).split(max(1, SEARCHED_AT_ONCE // padded.shape[1])):
+        block = rows.reshape(len(rows), blocks, -1)
+        scales, zeros = find_scales(block, scheme.bits, scheme.symmetric)
+        scales = torch.from_numpy(stored_scales(scales.numpy()).astype(np.float32))
+        codes = nearest_codes(block, scales, zeros, scheme.bits).to(torch.uint8)
+        parts.append((codes.flatten(1), scales, zeros.to(torch.uint8)))
+    return from_codes(scheme, K, *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
+
+
+def from_codes(
+    scheme: Scheme, num_columns: int, codes: NDArray[np.uint8], scales: NDArray[np.float32], zeros: NDArray[np.uint8]
+) -> QuantizedMatrix:
+    """Return codes [N, blocks * block_size] with scales and zero points [N, blocks] as a matrix.
+
+    Zero points are stored where the scheme has them; else each is the middle of the codes.
+    """
+    packed = pack(codes, scheme.bits).reshape(*scales.shape, -1)
+    zero_points = pack(zeros, scheme.bits) if scheme.has_zero_points else None
+    return QuantizedMatrix(scheme, num_columns, packed, stored_scales(scales), zero_points)
 
 
 def _k_quant(weight: np.ndarray, scheme: Scheme, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -91,7 +122,7 @@ def _k_quant(weight: np.ndarray, scheme: Scheme, blocks: int) -> tuple[np.ndarra
     return packed, scales.astype(np.float32), pack(zero_points.reshape(N, blocks), scheme.bits)
 
 
-def _hqq(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _hqq(weight: np.ndarray, scheme: Scheme, _blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ort = _quantizers("matmul_nbits_quantizer")
     config = ort.HQQWeightOnlyQuantConfig(block_size=scheme.block_size, bits=scheme.bits)
     codes, scales, zero_points = ort.HQQWeightOnlyQuantizer(config).quantize_internal(

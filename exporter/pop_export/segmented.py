@@ -16,7 +16,7 @@ from pop_export.graph.fuse import write_graph
 from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.segments import CutSegment, cut_segments
 from pop_export.reference import PrefillPlan
-from pop_export.verify import NUM_STEPS, TOLERANCE, Check, bundle_logits, compare_logits
+from pop_export.verify import NUM_STEPS, Check, bundle_logits, compare_logits
 from pop_runtime.errors import ModelError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest, Segment
@@ -109,7 +109,7 @@ def _check(folder: Path, manifest: Manifest, ids: Sequence[int], threads: int) -
     whole, chained = (
         _logits(open_with(folder, manifest, threads), manifest, ids) for open_with in (open_graphs, open_segments)
     )
-    return compare_logits("segments, against the two graphs", chained, whole, TOLERANCE[manifest.kv_dtype])
+    return compare_logits("segments, against the two graphs", chained, whole, manifest.kv_dtype)
 
 
 def _logits(sessions: SessionPair, manifest: Manifest, ids: Sequence[int]) -> np.ndarray:

@@ -44,6 +44,7 @@ class Check:
     largest_difference: float
     largest_logit: float
     tolerance: float  # times largest_logit
+    arithmetic: str = "float32"  # what the graphs computed in, a key of TOLERANCE
 
     @property
     def passed(self) -> bool:
@@ -95,7 +96,7 @@ def verify(
         arithmetic: what the graphs compute in, a key of TOLERANCE; None: in the type of the KV buffers.
     """
     sessions = open_pair(folder, manifest, threads)
-    tolerance = TOLERANCE[arithmetic or manifest.kv_dtype]
+    arithmetic = arithmetic or manifest.kv_dtype
     num_prompt = len(ids) - NUM_STEPS
     last = [Stretch(num_prompt - 1, num_prompt, "decode")]
     steps = [Stretch(at, at + 1, "decode") for at in range(num_prompt, len(ids))]
@@ -111,7 +112,7 @@ def verify(
     for name, (stretches, is_pair) in schedules.items():
         sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
         found = bundle_logits(sequence, ids, [*stretches, *steps])
-        checks.append(compare_logits(name, found, pair if is_pair else full, tolerance))
+        checks.append(compare_logits(name, found, pair if is_pair else full, arithmetic))
     return Verification(num_prompt, len(steps), tuple(checks))
 
 
@@ -136,9 +137,7 @@ def verify_last_layer(
     full = _reference_logits(model, PrefillPlan(frozenset()), ids, [Stretch(0, num_prompt, "decode"), *steps])
     sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
     found = bundle_logits(sequence, ids, [*pruned_prompt, *steps])
-    return compare_logits(
-        "only the last layer skipped, against the full model", found, full, TOLERANCE[manifest.kv_dtype]
-    )
+    return compare_logits("only the last layer skipped, against the full model", found, full, manifest.kv_dtype)
 
 
 def verify_quantized(
@@ -206,8 +205,8 @@ def bundle_logits(sequence: runtime_sequence.Sequence, ids: Sequence[int], stret
     return np.stack([row for row in rows[-1 - NUM_STEPS :] if row is not None])
 
 
-def compare_logits(name: str, found: np.ndarray, wanted: np.ndarray, tolerance: float) -> Check:
+def compare_logits(name: str, found: np.ndarray, wanted: np.ndarray, arithmetic: str) -> Check:
     """Return the comparison of logits [rows, V] with those that they should be."""
     difference = np.abs(found - wanted)
     largest = float(difference.max()) if np.isfinite(difference).all() else float("nan")
-    return Check(name, largest, float(np.abs(wanted).max()), tolerance)
+    return Check(name, largest, float(np.abs(wanted).max()), TOLERANCE[arithmetic], arithmetic)

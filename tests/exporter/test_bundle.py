@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
-from pop_export.bundle import check_space, check_target, staged_folder
+from pop_export.bundle import check_space, check_target, save_graphs, staged_folder
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME
 
@@ -152,3 +154,22 @@ def test_the_tied_embedding_is_stored_once(tiny_bundle):
     model = onnx.load(tiny_bundle.folder / "decode.onnx", load_external_data=False)
     readers = [node.op_type for node in model.graph.node if "lm_head.weight" in node.input]
     assert sorted(readers) == ["Gather", "Gemm"]
+
+
+# an odd number of large bytes before small weights would put their numbers across the bounds of words
+@pytest.mark.parametrize(("num_large", "shares_pages"), [(1 << 17, True), ((1 << 17) + 1, False)])
+def test_small_weights_share_pages_where_every_number_can_lie_at_a_multiple_of_its_size(
+    tmp_path, num_large, shares_pages
+):
+    weights = {
+        "codes": np.zeros(num_large, np.uint8), "zeros": np.zeros(2001, np.uint8), "norm": np.zeros(701, np.float32),
+        "scales": np.zeros(1001, np.float16),
+    }  # fmt: skip
+    values = [ir.val(name, const_value=ir.tensor(array, name=name)) for name, array in weights.items()]
+    model = ir.Model(ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 24}), ir_version=11)
+    save_graphs(tmp_path, {"decode.onnx": model}, "weights.bin")
+    offsets = {}
+    for tensor in onnx.load(tmp_path / "decode.onnx", load_external_data=False).graph.initializer:
+        offsets[tensor.name] = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")
+        assert offsets[tensor.name] % weights[tensor.name].itemsize == 0
+    assert (len({offset // 4096 for offset in offsets.values()}) < len(weights)) == shares_pages

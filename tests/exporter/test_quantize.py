@@ -18,9 +18,10 @@ from pop_export.cli import main
 from pop_export.config import BLOCK_SIZES
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
-from pop_export.quantize import Schemes, key_value_weights, quantize_pair, stored_weights
+from pop_export.quantize import Schemes, key_value_weights, quantize_pair
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.reference import PrefillPlan
+from pop_export.stored_weights import stored_weights
 from pop_export.verify import TOLERANCE
 from pop_runtime.errors import BackendError, GateError, ModelError, UsageError
 from tests.tiny_models import TINY, tiny_model
@@ -71,7 +72,7 @@ def test_the_model_is_what_it_was_after_standing_in_for_the_stored_weights(llama
     decode = llama_decode.clone()
     found = quantize_pair(decode, cut_prefill_graph(decode, PrefillPlan(frozenset({1}))), llama, INT4)
     before = {name: weight.clone() for name, weight in llama.state_dict().items()}
-    with pytest.raises(ZeroDivisionError), stored_weights(llama, found):
+    with pytest.raises(ZeroDivisionError), stored_weights(llama, found.matrices):
         changed = llama.state_dict()
         assert any(not changed[name].equal(before[name]) for name in before)
         raise ZeroDivisionError
@@ -98,7 +99,8 @@ def test_any_block_size_gives_what_the_stored_weights_give(
     for check in exact:
         assert check["largest_difference"] <= 1e-3 * check["largest_logit"]
         assert check["largest_logit"] > 1
-    assert bundle.manifest.precision == f"{precision}-block{block_size}-symmetric"
+    kind = {"int4": "gptq", "int8": "symmetric"}[precision]
+    assert bundle.manifest.precision == f"{precision}-block{block_size}-{kind}"
 
 
 def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
@@ -106,7 +108,9 @@ def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
         ExportConfig(model="x", out=tmp_path, precision="int4", block_size=512)
 
 
-@pytest.mark.parametrize("settings", [{"int4_method": "hqq"}, {"int4_method": "gptq"}, {"symmetric": False}])
+@pytest.mark.parametrize(
+    "settings", [{"int4_method": "hqq"}, {"int4_method": "k_quant"}, {"int4_method": "rtn"}, {"symmetric": True}]
+)
 def test_other_ways_to_find_scales_are_proven_alike(quick_export, settings):
     bundle = quick_export(prune_layers="1,3", precision="int4", **settings)
     assert all(check["passed"] for check in bundle.report["verification"]["checks"])
@@ -115,12 +119,21 @@ def test_other_ways_to_find_scales_are_proven_alike(quick_export, settings):
 
 def test_the_damage_of_both_is_reported_apart_and_together(quick_export):
     int8, int4 = (
-        quick_export(prune_layers="1,3", precision=precision, force=True).report["precision_damage"]
+        quick_export(prune_layers="1,3", precision=precision, sink_tokens=0, boundary_tokens=1, force=True).report[
+            "precision_damage"
+        ]
         for precision in ("int8", "int4")
     )
     assert int8["pruning_kl_nats"] == int4["pruning_kl_nats"] > 0
     assert 0 < int8["quantisation_kl_nats"] < 0.5 * int4["quantisation_kl_nats"]
     assert int4["both_kl_nats"] > int4["quantisation_kl_nats"] > 0
+    assert int4["num_pruned_tokens"] == int4["num_prompt_tokens"] - 1 > 0
+
+
+def test_a_prompt_within_the_windows_is_not_damaged_by_pruning(quick_export):
+    damage = quick_export(prune_layers="1,3", precision="int8").report["precision_damage"]
+    assert damage["num_pruned_tokens"] == damage["pruning_kl_nats"] == 0
+    assert damage["both_kl_nats"] == pytest.approx(damage["quantisation_kl_nats"])
 
 
 def test_head_and_embedding_read_the_same_bytes(quick_export):
@@ -131,8 +144,10 @@ def test_head_and_embedding_read_the_same_bytes(quick_export):
         for tensor in model.graph.initializer:
             if tensor.external_data:
                 places[graph, tensor.name] = {entry.key: entry.value for entry in tensor.external_data}
-    head = places["decode.onnx", "lm_head.weight.q"]
-    assert places["decode.onnx", "lm_head.weight.rows"] == places["prefill.onnx", "lm_head.weight.rows"] == head
+    for part in ("frequent", "rare"):
+        head = places["decode.onnx", f"lm_head.weight.{part}.q"]
+        rows = [places[graph, f"lm_head.weight.{part}.rows"] for graph in ("decode.onnx", "prefill.onnx")]
+        assert rows == [head, head]
 
 
 def test_one_wrong_number_in_the_weights_is_found(quick_export, monkeypatch, tmp_path):
@@ -188,4 +203,4 @@ def _export(monkeypatch, odd_sized, llama_folder, tmp_path, **settings):
 def test_json_report_names_the_precision(quick_export):
     bundle = quick_export(prune_layers="1", precision="int8")
     report = json.loads((bundle.folder / "report.json").read_text())
-    assert report["precision"] == "int8-block32-symmetric"
+    assert report["precision"] == "int8-block16-symmetric"

@@ -13,7 +13,7 @@ import torch
 from pop_export.config import BLOCK_SIZES
 from pop_export.gptq import gptq
 from pop_export.graph.passes.quantize_matmuls import DOMAIN
-from pop_export.quantized_matrix import QuantizedMatrix, Scheme, quantize_matrix
+from pop_export.quantized_matrix import QuantizedMatrix, Scheme, quantize_matrix, stored_scales
 
 SCHEMES = [
     Scheme(bits, block_size, method, symmetric)
@@ -30,7 +30,7 @@ def _weight(num_columns: int = 80, seed: int = 0) -> np.ndarray:
 
 def _product(matrix: QuantizedMatrix, x: np.ndarray, accuracy_level: int = 0) -> np.ndarray:
     """Return what ONNX Runtime computes."""
-    parts = {"q": matrix.packed, "scales": matrix.scales, "zero_points": matrix.zero_points}
+    parts = {"q": matrix.packed, "scales": matrix.scales.astype(np.float32), "zero_points": matrix.zero_points}
     stored = [ir.val(name, const_value=ir.tensor(part, name=name)) for name, part in parts.items() if part is not None]
     entered = ir.val("x", ir.DataType.FLOAT, [*x.shape])
     attributes = {
@@ -69,7 +69,7 @@ def test_fast_kernels_lose_no_more_than_seven_bits_of_the_other_side(bits, block
 def test_every_weight_is_within_a_step_of_what_is_stored_for_it(scheme):
     weight = _weight()
     matrix = quantize_matrix(weight, scheme)
-    blocks = np.repeat(matrix.scales, scheme.block_size, axis=1)[:, :80]
+    blocks = np.repeat(matrix.scales.astype(np.float32), scheme.block_size, axis=1)[:, :80]
     assert np.all(np.abs(matrix.dequantized() - weight) <= 1.51 * np.abs(blocks))
 
 
@@ -109,3 +109,17 @@ def test_quantising_does_not_turn_on_other_peoples_messages():
     before = (root.level, root.handlers[:])
     quantize_matrix(_weight(), Scheme(4, 32))
     assert (root.level, root.handlers) == before
+
+
+@pytest.mark.parametrize("largest", [1e-4, 1.0])
+def test_scales_take_sixteen_bits_where_that_changes_nothing(largest):
+    scales = np.random.default_rng(0).uniform(0.5, 1, (4, 3)).astype(np.float32) * largest
+    stored = stored_scales(scales)
+    assert stored.dtype == np.float16
+    assert np.abs(stored.astype(np.float32) / scales - 1).max() <= 1e-3
+
+
+@pytest.mark.parametrize("wild", [1e-7, 1e5])
+def test_scales_beyond_sixteen_bits_stay_as_they_are(wild):
+    scales = np.array([[0.01, wild]], np.float32)
+    assert stored_scales(scales) is scales

@@ -51,6 +51,11 @@ def cut_prefill_graph(decode: ir.Model, plan: PrefillPlan) -> ir.Model:
     return model
 
 
+def surrogate_name(layer: int) -> str:
+    """Return what the graph calls the matrix of a layer's surrogate."""
+    return f"layers.{layer}.surrogate"
+
+
 def _with_surrogate(model: ir.Model, layer: int, entered: ir.Value, surrogate: Surrogate) -> ir.Value:
     """Return `entered + x @ matrix`, where x is what the layer's K projection reads."""
     features = linear_node(model, f"{surrogate.module}.weight").inputs[0]
@@ -58,7 +63,7 @@ def _with_surrogate(model: ir.Model, layer: int, entered: ir.Value, surrogate: S
     flattened = features.producer()
     if flattened is not None and flattened.op_type == "Reshape":  # a Gemm reads all positions as one axis
         features = flattened.inputs[0]
-    name = f"layers.{layer}.surrogate"
+    name = surrogate_name(layer)
     assert entered.dtype is not None
     values = surrogate.matrix.numpy().astype(entered.dtype.numpy())
     matrix = ir.val(name, const_value=ir.tensor(values, dtype=entered.dtype, name=name))

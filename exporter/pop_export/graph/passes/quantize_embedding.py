@@ -13,13 +13,14 @@ from pop_export.graph.passes.quantize_matmuls import (
     replace_node,
     stored_matrix,
 )
-from pop_export.quantized_matrix import QuantizedMatrix, Scheme, quantize_matrix
+from pop_export.quantized_matrix import QuantizedMatrix
+from pop_export.split_matrix import AnyScheme, StoredMatrix, parts_of, store_matrix
 
 SAME_BYTES = "pop.same_bytes_as"  # metadata of a weight: the other weight whose bytes in the file it reads
 
 
 def quantize_embedding(
-    model: ir.Model, scheme_of: Callable[[str], Scheme | None], matrices: MutableMapping[str, QuantizedMatrix]
+    model: ir.Model, scheme_of: Callable[[str], AnyScheme | None], matrices: MutableMapping[str, StoredMatrix]
 ) -> int:
     """Quantise the table of every `Gather` of rows whose name `scheme_of` gives a scheme.
 
@@ -43,7 +44,7 @@ def quantize_embedding(
         name = table.name
         assert name is not None and table.const_value is not None
         if name not in matrices:
-            matrices[name] = quantize_matrix(table.const_value.numpy(), scheme)
+            matrices[name] = store_matrix(table.const_value.numpy(), scheme)
         _replace(model.graph, node, name, matrices[name])
         num_replaced += 1
         if not table.uses():
@@ -63,18 +64,40 @@ def embedding_table(node: ir.Node) -> ir.Value | None:
     return table if table.const_value.dtype.is_floating_point() else None
 
 
-def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: QuantizedMatrix) -> None:
-    """Put `GatherBlockQuantized`, and a `Slice` where the last block is padded, in the place of `node`."""
+def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: StoredMatrix) -> None:
+    """Put the lookup in the matrix, or in the one of its two parts that has the row, in the place of `node`."""
+    parts, ids = parts_of(name, matrix), node.inputs[1]
+    assert ids is not None
+    if len(parts) == 1:
+        replace_node(graph, node, _lookup(graph, ids, *parts[0]))
+        return
+    bound = constant(graph, f"{name}.num_frequent", np.array(len(parts[0][1].packed), np.int64))
+    last = constant(graph, f"{name}.last_frequent", np.array(len(parts[0][1].packed) - 1, np.int64))
+    first = constant(graph, f"{name}.first", np.array(0, np.int64))
+    axes = constant(graph, f"{name}.axis", np.array([-1], np.int64))
+    is_frequent = ir.node("Less", [ids, bound])
+    frequent_ids = ir.node("Min", [ids, last])
+    below = ir.node("Sub", [ids, bound])
+    rare_ids = ir.node("Max", [below.outputs[0], first])
+    frequent = _lookup(graph, frequent_ids.outputs[0], *parts[0])
+    rare = _lookup(graph, rare_ids.outputs[0], *parts[1])
+    choice = ir.node("Unsqueeze", [is_frequent.outputs[0], axes])
+    row = ir.node("Where", [choice.outputs[0], frequent[-1].outputs[0], rare[-1].outputs[0]])
+    replace_node(graph, node, [is_frequent, frequent_ids, below, rare_ids, *frequent, *rare, choice, row])
+
+
+def _lookup(graph: ir.Graph, ids: ir.Value, name: str, matrix: QuantizedMatrix) -> list[ir.Node]:
+    """Return `GatherBlockQuantized`, and a `Slice` where the last block is padded."""
     scheme = matrix.scheme
     rows = constant(graph, f"{name}.rows", matrix.packed.reshape(len(matrix.packed), -1))
     rows.metadata_props[SAME_BYTES] = f"{name}.q"
     codes, *scales = stored_matrix(graph, name, matrix)
     attributes = {"bits": scheme.bits, "block_size": scheme.block_size, "gather_axis": 0, "quantize_axis": 1}
-    new = [ir.node("GatherBlockQuantized", [rows, node.inputs[1], *scales], attributes, domain=DOMAIN)]
+    nodes = [ir.node("GatherBlockQuantized", [rows, ids, *scales], attributes, domain=DOMAIN)]
     if matrix.num_columns % scheme.block_size:
         ends = (("start", 0), ("stop", matrix.num_columns), ("axis", -1))
         bounds = [constant(graph, f"{name}.{end}", np.array([at], np.int64)) for end, at in ends]
-        new.append(ir.node("Slice", [new[0].outputs[0], *bounds]))
+        nodes.append(ir.node("Slice", [nodes[0].outputs[0], *bounds]))
     if not codes.uses():
         del graph.initializers[f"{name}.q"]
-    replace_node(graph, node, new)
+    return nodes

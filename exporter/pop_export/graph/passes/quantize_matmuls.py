@@ -7,7 +7,8 @@ from collections.abc import Callable, MutableMapping
 import numpy as np
 import onnx_ir as ir
 
-from pop_export.quantized_matrix import QuantizedMatrix, Scheme, quantize_matrix
+from pop_export.quantized_matrix import QuantizedMatrix
+from pop_export.split_matrix import AnyScheme, StoredMatrix, parts_of, store_matrix
 
 DOMAIN = "com.microsoft"
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level of its fast CPU kernels: they round the other side to int8 as well
@@ -28,8 +29,8 @@ def matrix_weight(node: ir.Node) -> ir.Value | None:
 
 def quantize_matmuls(
     model: ir.Model,
-    scheme_of: Callable[[str], Scheme | None],
-    matrices: MutableMapping[str, QuantizedMatrix],
+    scheme_of: Callable[[str], AnyScheme | None],
+    matrices: MutableMapping[str, StoredMatrix],
     accuracy_level: int = INT8_ACTIVATIONS,
 ) -> int:
     """Quantise the weight of every product whose name `scheme_of` gives a scheme.
@@ -57,7 +58,7 @@ def quantize_matmuls(
         if name not in matrices:
             stored = weight.const_value.numpy()
             is_rows = node.op_type == "Gemm" and _int(node, "transB")  # [N, K], else [K, N]
-            matrices[name] = quantize_matrix(stored if is_rows else stored.T, scheme)
+            matrices[name] = store_matrix(stored if is_rows else stored.T, scheme)
         _replace(model.graph, node, name, matrices[name], accuracy_level)
         num_replaced += 1
         if not weight.uses():
@@ -68,9 +69,25 @@ def quantize_matmuls(
 
 
 def stored_matrix(graph: ir.Graph, name: str, matrix: QuantizedMatrix) -> list[ir.Value]:
-    """Return the numbers of a quantised weight as constants of the graph: codes, scales and any zero points."""
-    parts = (("q", matrix.packed), ("scales", matrix.scales), ("zero_points", matrix.zero_points))
-    return [constant(graph, f"{name}.{part}", values) for part, values in parts if values is not None]
+    """Return the numbers of a quantised weight as values of the graph: codes, fp32 scales and any zero points."""
+    values = [constant(graph, f"{name}.q", matrix.packed), _scales(graph, f"{name}.scales", matrix.scales)]
+    if matrix.zero_points is not None:
+        values.append(constant(graph, f"{name}.zero_points", matrix.zero_points))
+    return values
+
+
+def _scales(graph: ir.Graph, name: str, scales: np.ndarray) -> ir.Value:
+    """Return scales as the kernels take them: fp32, which ONNX Runtime makes of 16 bits once, when it loads."""
+    stored = constant(graph, name, scales)
+    if scales.dtype == np.float32:
+        return stored
+    for reader, _ in stored.uses():
+        return reader.outputs[0]  # the same cast for head and embedding
+    cast = ir.node("Cast", [stored], {"to": ir.DataType.FLOAT})
+    cast.outputs[0].name = f"{name}.fp32"
+    cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(scales.shape)
+    graph.insert_before(graph[0], cast)
+    return cast.outputs[0]
 
 
 def constant(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
@@ -80,8 +97,18 @@ def constant(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
     return graph.initializers[name]
 
 
-def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: QuantizedMatrix, accuracy_level: int) -> None:
-    """Put `MatMulNBits`, and an `Add` where a `Gemm` had a bias, in the place of `node`."""
+def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: StoredMatrix, accuracy_level: int) -> None:
+    """Put `MatMulNBits` in the place of `node`: one a part of the matrix, and an `Add` where a `Gemm` had a bias."""
+    new = [_product(graph, node, *part, accuracy_level) for part in parts_of(name, matrix)]
+    if len(new) > 1:
+        new.append(ir.node("Concat", [product.outputs[0] for product in new], {"axis": -1}))
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        new.append(ir.node("Add", [new[-1].outputs[0], node.inputs[2]]))
+    replace_node(graph, node, new)
+
+
+def _product(graph: ir.Graph, node: ir.Node, name: str, matrix: QuantizedMatrix, accuracy_level: int) -> ir.Node:
+    """Return the product of what `node` multiplies with a matrix."""
     scheme = matrix.scheme
     attributes = {
         "K": matrix.num_columns,
@@ -90,11 +117,11 @@ def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: QuantizedMatrix,
         "block_size": scheme.block_size,
         "accuracy_level": accuracy_level,
     }
-    inputs = [node.inputs[0], *stored_matrix(graph, name, matrix)]
-    new = [ir.node("MatMulNBits", inputs, attributes, domain=DOMAIN)]
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        new.append(ir.node("Add", [new[0].outputs[0], node.inputs[2]]))
-    replace_node(graph, node, new)
+    product = ir.node("MatMulNBits", [node.inputs[0], *stored_matrix(graph, name, matrix)], attributes, domain=DOMAIN)
+    old = node.outputs[0]
+    if old.shape is not None:
+        product.outputs[0].type, product.outputs[0].shape = old.type, ir.Shape([*old.shape[:-1], len(matrix.packed)])
+    return product
 
 
 def _int(node: ir.Node, name: str) -> int:
