@@ -71,7 +71,8 @@ def precision_damage(
 ) -> PrecisionDamage:
     """Return how far the bundle in `folder` is from the original model on the windows it was scored on."""
     sessions = open_pair(folder, manifest, threads)
-    full, pruned = [], []
+    full: list[np.ndarray] = []
+    pruned: list[np.ndarray] = []
     for ids in original.windows:
         for scores, stretches in ((full, [Stretch(0, original.num_prompt, "decode")]), (pruned, original.stretches)):
             sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
