@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Quantizer, Precision
+from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Precision, Quantizer
 from pop_runtime.errors import PopError
 
 EXAMPLES = """\
