@@ -34,7 +34,7 @@ from pop_export.bundle import save_graphs
 from pop_export.calibration.corpus import calibration_samples
 from pop_export.calibration.fitting_text import fitting_text
 from pop_export.checkpoint import Checkpoint, load_checkpoint
-from pop_export.config import ExportConfig, Int4Method
+from pop_export.config import ExportConfig, Quantizer
 from pop_export.decoder import max_positions_of
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
@@ -46,7 +46,7 @@ from pop_runtime.manifest import Manifest, Plan, Windows
 from pop_runtime.sequence import Sequence as TokenSequence
 from pop_runtime.sessions import SessionPair, open_pair
 
-DEFAULT_ROWS = ("fp32", "int8", "int8/32", "int4", "int4/rtn", "int4/k_quant", "int4/hqq")
+DEFAULT_ROWS = ("fp32", "int8", "int8/rtn", "int8/rtn/32", "int4", "int4/rtn", "int4/k_quant", "int4/hqq")
 CONTEXT_TOKENS, SCORED_TOKENS = 384, 128  # as pop-eval
 TIMED_TOKENS, ROUNDS, STEPS = 512, 3, 16
 
@@ -103,8 +103,8 @@ def row_config(model: str, row: str) -> ExportConfig:
             settings["block_size"] = int(word)
         elif word in ("symmetric", "asymmetric"):
             settings["symmetric"] = word == "symmetric"
-        elif word in get_args(Int4Method):
-            settings["int4_method"] = word
+        elif word in get_args(Quantizer):
+            settings["quantizer"] = word
         else:
             raise SystemExit(f"--rows {row}: {word} is no method, block size or symmetry")
     return ExportConfig(model=model, out=Path("unused"), **settings)

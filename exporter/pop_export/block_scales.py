@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What is tried, beside the range that is exactly filled. Finer or wider searches gain less than 1 % of the squared
-# error on SmolLM2.
-RANGE_STEPS = tuple(step / 10 for step in range(-9, 10))  # symmetric: added to the largest code
-RANGE_SHRINKS = tuple(1.04 - 0.04 * step for step in range(11))  # asymmetric: times the block's range
+# What is tried, the range that is exactly filled among it. Twice as fine or as wide a search gains less than 0.1 % of
+# the squared error of long-tailed weights in 4 bits.
+RANGE_STEPS = tuple(step / 5 for step in range(-4, 5))  # symmetric: added to the largest code
+RANGE_SHRINKS = tuple(1.04 - 0.04 * step for step in range(8))  # asymmetric: times the block's range
 SMALLEST = 1e-8  # scale of a block of zeros
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Int4Method, Precision
+from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Precision, Quantizer
 from pop_runtime.errors import PopError
 
 EXAMPLES = """\
@@ -116,9 +116,9 @@ def parser() -> argparse.ArgumentParser:
         help="int8, int4: no zero point per block (default for int8)")  # fmt: skip
     symmetry.add_argument("--asymmetric", dest="symmetric", action="store_false", default=None,
         help="int8, int4: a zero point per block (default for int4)")  # fmt: skip
-    add("--int4-method", choices=get_args(Int4Method),
-        help="int4: fit the weights to text layer after layer (gptq, the default; takes minutes), or find scales from "
-        "the weights alone: round to nearest (rtn), or ONNX Runtime's k_quant and hqq")  # fmt: skip
+    add("--quantizer", choices=get_args(Quantizer),
+        help="int8, int4: fit the weights to text layer after layer (gptq, the default; takes minutes), or find scales "
+        "from the weights alone: round to nearest (rtn), or ONNX Runtime's k_quant and, for int4, hqq")  # fmt: skip
     parser.set_defaults(**{name: defaults[name] for name in defaults if name not in ("model", "out")})
     return parser
 

@@ -14,7 +14,7 @@ MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth m
 Dialect = Literal["ort", "standard"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 NUM_BITS: dict[Precision, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}  # of a weight
-Int4Method = Literal["rtn", "k_quant", "hqq", "gptq"]
+Quantizer = Literal["gptq", "rtn", "k_quant", "hqq"]
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # all that ONNX Runtime's quantisers and kernels take (1.32)
 
 
@@ -61,7 +61,7 @@ class ExportConfig:
     dialect: Dialect = "ort"  # of the graphs: ONNX Runtime's operators too, or those of ONNX alone
     precision: Precision = "fp32"
     block_size: int | None = None  # weights that share a scale; None: as `precision.schemes_for` chooses
-    int4_method: Int4Method | None = None  # fitted to text (gptq, the default) or found from the weights alone
+    quantizer: Quantizer | None = None  # None: gptq, which fits to text; others look at the weights alone
     symmetric: bool | None = None  # None: symmetric for int8, asymmetric for int4
 
     threads: int | None = None  # None: one per visible core
@@ -146,17 +146,21 @@ class ExportConfig:
                 "products are ONNX Runtime's own; use --dialect ort"
             )
         if self.precision not in ("int8", "int4"):
-            for flag, is_set in (("--block-size", self.block_size), ("--symmetric", self.symmetric)):
+            for flag, is_set in (
+                ("--block-size", self.block_size),
+                ("--symmetric", self.symmetric),
+                ("--quantizer", self.quantizer),
+            ):
                 if is_set is not None:
                     raise UsageError(f"{flag}: expected --precision int8 or int4 with it, found {self.precision}")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise UsageError(
                 f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}, found {self.block_size}"
             )
-        if self.int4_method is not None and self.precision != "int4":
-            raise UsageError(f"--int4-method: expected --precision int4 with it, found {self.precision}")
-        if self.symmetric and self.int4_method in ("k_quant", "hqq"):
+        if self.quantizer == "hqq" and self.precision == "int8":
+            raise UsageError("--quantizer hqq: expected --precision int4 with it, found int8; leave it out")
+        if self.symmetric and self.quantizer in ("k_quant", "hqq"):
             raise UsageError(
-                f"--symmetric: expected --int4-method rtn or gptq with it, found {self.int4_method}, which places the "
-                "zero point itself; leave --symmetric out"
+                f"--symmetric: expected --quantizer gptq or rtn with it, found {self.quantizer}, which places the zero "
+                "point itself; leave --symmetric out"
             )

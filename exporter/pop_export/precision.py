@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pop_export.split_matrix import SplitScheme
 from pop_export.stored_weights import stored_weights
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-DEFAULT_INT4_METHOD: Method = "gptq"
+DEFAULT_QUANTIZER: Method = "gptq"
 KEY_VALUE_BITS: Literal[8] = 8  # K and V of a skipped layer are all that the prompt leaves there
 
 
@@ -94,14 +93,17 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
     activations. int4 has zero points, which cost an eighth of a bit and take a fifth off the squared error, and keeps 8
     bits where they bring most: in K and V and in the rows of frequent tokens, which embedding and head share.
     """
-    if config.precision == "int8":
-        scheme = Scheme(8, config.block_size or 16, symmetric=config.symmetric is not False)
-        # `exact_head` gives the head exact inputs, so that smaller blocks would gain it nothing
-        return Schemes(scheme, scheme, dataclasses.replace(scheme, block_size=config.block_size or 32))
-    if config.precision != "int4":
+    if config.precision not in ("int8", "int4"):
         return None
-    method, symmetric = config.int4_method or DEFAULT_INT4_METHOD, config.symmetric is True
-    dense = Scheme(4, config.block_size or 32, method, symmetric)
-    key_value = Scheme(KEY_VALUE_BITS, dense.block_size, "gptq" if method == "gptq" else "rtn")
-    rare = Scheme(4, dense.block_size, symmetric=symmetric)
-    return Schemes(dense, key_value, SplitScheme(Scheme(8, dense.block_size), rare))
+    method = config.quantizer or DEFAULT_QUANTIZER
+    # a method that searches 4 bits has nothing to search in the 8 beside them; rows that are looked up have no product
+    nearest: Method = "gptq" if method == "gptq" else "rtn"
+    if config.precision == "int8":
+        dense = Scheme(8, config.block_size or 16, method, config.symmetric is not False)
+        # `exact_head` gives the head exact inputs, so that smaller blocks would gain it nothing
+        return Schemes(dense, dense, Scheme(8, config.block_size or 32, symmetric=dense.symmetric))
+    dense = Scheme(4, config.block_size or 32, method, config.symmetric is True)
+    rare = Scheme(4, dense.block_size, symmetric=dense.symmetric)
+    return Schemes(
+        dense, Scheme(KEY_VALUE_BITS, dense.block_size, nearest), SplitScheme(Scheme(8, dense.block_size), rare)
+    )

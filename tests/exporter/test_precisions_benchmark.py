@@ -47,6 +47,6 @@ def test_times_are_measured_on_request(tiny, llama_decode):
 
 def test_a_row_stands_for_settings_of_an_export():
     config = row_config("x", "int4/rtn/64/symmetric")
-    assert (config.precision, config.int4_method, config.block_size, config.symmetric) == ("int4", "rtn", 64, True)
+    assert (config.precision, config.quantizer, config.block_size, config.symmetric) == ("int4", "rtn", 64, True)
     with pytest.raises(SystemExit, match="fast is no method, block size or symmetry"):
         row_config("x", "int4/fast")

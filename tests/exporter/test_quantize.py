@@ -99,8 +99,7 @@ def test_any_block_size_gives_what_the_stored_weights_give(
     for check in exact:
         assert check["largest_difference"] <= 1e-3 * check["largest_logit"]
         assert check["largest_logit"] > 1
-    kind = {"int4": "gptq", "int8": "symmetric"}[precision]
-    assert bundle.manifest.precision == f"{precision}-block{block_size}-{kind}"
+    assert bundle.manifest.precision == f"{precision}-block{block_size}-gptq"
 
 
 def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
@@ -109,7 +108,7 @@ def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"int4_method": "hqq"}, {"int4_method": "k_quant"}, {"int4_method": "rtn"}, {"symmetric": True}]
+    "settings", [{"quantizer": "hqq"}, {"quantizer": "k_quant"}, {"quantizer": "rtn"}, {"symmetric": True}]
 )
 def test_other_ways_to_find_scales_are_proven_alike(quick_export, settings):
     bundle = quick_export(prune_layers="1,3", precision="int4", **settings)
@@ -177,8 +176,12 @@ def test_bf16_is_refused_where_it_cannot_be_verified(quick_export, tmp_path):
     [
         (["--block-size", "32"], "--block-size: expected --precision int8 or int4 with it, found fp32"),
         (["--asymmetric"], "--symmetric: expected --precision int8 or int4 with it, found fp32"),
-        (["--precision", "int8", "--int4-method", "hqq"], "--int4-method: expected --precision int4 with it"),
-        (["--precision", "int4", "--int4-method", "hqq", "--symmetric"], "expected --int4-method rtn or gptq with it"),
+        (["--quantizer", "rtn"], "--quantizer: expected --precision int8 or int4 with it, found fp32"),
+        (
+            ["--precision", "int8", "--quantizer", "hqq"],
+            "--quantizer hqq: expected --precision int4 with it, found int8",
+        ),
+        (["--precision", "int4", "--quantizer", "hqq", "--symmetric"], "expected --quantizer gptq or rtn with it"),
     ],
 )
 def test_settings_that_contradict_each_other_are_one_line_and_exit_2(tmp_path, capsys, flags, message):
@@ -203,4 +206,4 @@ def _export(monkeypatch, odd_sized, llama_folder, tmp_path, **settings):
 def test_json_report_names_the_precision(quick_export):
     bundle = quick_export(prune_layers="1", precision="int8")
     report = json.loads((bundle.folder / "report.json").read_text())
-    assert report["precision"] == "int8-block16-symmetric"
+    assert report["precision"] == "int8-block16-gptq"

@@ -53,3 +53,16 @@ def _figures(checkpoint: Checkpoint, decode: ir.Model, text: Samples, row: str) 
     reference: list[np.ndarray] = [model_scores(checkpoint.model, ids) for ids in windows]
     config = row_config(MODEL, row)
     return measure(checkpoint, config, decode.clone(), windows, reference, text.ids, threads=visible_cores())
+
+
+def test_eight_bits_are_hardly_to_be_told_from_fp32(smollm2, decode, text):
+    found = _figures(smollm2, decode, text, "int8")
+    assert found.kl_weights <= 0.0015
+    assert found.kl_run <= 0.003
+    assert found.bytes_ratio <= 0.29
+
+
+def test_four_bits_fitted_to_text_lose_less_than_half_of_what_plain_rounding_does(smollm2, decode, text):
+    found = _figures(smollm2, decode, text, "int4")
+    assert found.kl_run <= 0.12
+    assert found.bytes_ratio <= 0.163
