@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <functional>
+#include <set>
 #include <string_view>
 
 #include "json_file.h"
@@ -46,6 +47,13 @@ public:
             numbers.push_back(as_integer(item, place(key) + "[" + std::to_string(numbers.size()) + "]"));
         }
         return numbers;
+    }
+    std::vector<std::string> strings(const std::string& key) const {
+        std::vector<std::string> texts;
+        for (const auto& item : as_list((*this)[key], place(key))) {
+            texts.push_back(as_string(item, place(key) + "[" + std::to_string(texts.size()) + "]"));
+        }
+        return texts;
     }
     // The next four leave what they would set as it is if the key is missing.
     void integer_if_there(const std::string& key, std::int64_t& number) const {
@@ -95,6 +103,18 @@ bool numbers_layers(const std::string& name) {
     const auto at = name.find("{layer}");
     return at != std::string::npos && std::count(name.begin(), name.end(), '{') == 1 &&
            std::count(name.begin(), name.end(), '}') == 1;
+}
+
+// Returns whether in each stage the first segment alone reads no hidden states.
+bool is_chain(const std::vector<Segment>& segments) {
+    std::map<std::string, int> num_read{{"prefill", 0}, {"decode", 0}};
+    for (const auto& segment : segments) {
+        for (const auto& stage : std::set<std::string>(segment.stages.begin(), segment.stages.end())) {
+            const auto found = num_read.find(stage);
+            if (found == num_read.end() || (found->second++ == 0) == segment.hidden_in.has_value()) return false;
+        }
+    }
+    return segments.empty() || (num_read["prefill"] > 0 && num_read["decode"] > 0);
 }
 
 Manifest parse_manifest(const Json& content, const std::string& place) {
@@ -152,6 +172,13 @@ Manifest parse_manifest(const Json& content, const std::string& place) {
     fields.string_if_there("present_key", manifest.present_key);
     fields.string_if_there("present_value", manifest.present_value);
     fields.string_if_there("dialect", manifest.dialect);
+    if (fields.has("segments")) {
+        for (const auto& item : as_list(fields["segments"], fields.place("segments"))) {
+            const Fields segment(item, fields.place("segments") + "[" + std::to_string(manifest.segments.size()) + "]");
+            manifest.segments.push_back({segment.string("graph"), segment.strings("stages"),
+                                         segment.optional_string("hidden_in"), segment.optional_string("hidden_out")});
+        }
+    }
     return manifest;
 }
 
@@ -168,6 +195,9 @@ void check_manifest(const Manifest& manifest, const std::string& place) {
     refuse_unless(outside.empty(), "files", "paths inside the folder", outside);
 
     std::vector<std::string> unlisted;
+    for (const auto& segment : manifest.segments) {
+        if (manifest.files.count(segment.graph) == 0) unlisted.push_back(segment.graph);
+    }
     for (const std::optional<std::string>& name :
          {std::optional(manifest.prefill_graph), std::optional(manifest.decode_graph), std::optional(manifest.weights),
           manifest.tokenizer, manifest.tokenizer_config, manifest.chat_template, manifest.generation_config}) {
@@ -181,6 +211,8 @@ void check_manifest(const Manifest& manifest, const std::string& place) {
         if (!numbers_layers(pattern)) odd.push_back(pattern);
     }
     refuse_unless(odd.empty(), "past_key, present_key, ...", "names with {layer} once and no other brace", odd);
+
+    refuse_unless(is_chain(manifest.segments), "segments", "one that reads ids first in each stage", "another order");
 
     const auto& kind = manifest.kv_dtype;
     const bool known = kind == "float32" || kind == "float16" || kind == "bfloat16";

@@ -31,7 +31,11 @@ Parsed parse_arguments(int argc, char** argv) {
     app.add_flag("--raw", arguments.raw, "do not apply the chat template");
     app.add_option("--system", arguments.system, "a system message before the prompt")->type_name("TEXT");
     app.add_option("--prefill-chunk-tokens", generate.prefill_chunk_tokens, "read so many at once (default 512)");
-    app.add_option("--stop", generate.stop, "end before this text; repeat for several")
+    const auto take_stop = [&](const CLI::results_t& texts) {  // as they are: an empty one is to be refused
+        generate.stop = texts;
+        return true;
+    };
+    app.add_option("--stop", take_stop, "end before this text; repeat for several")
         ->type_name("TEXT")
         ->expected(1)
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);

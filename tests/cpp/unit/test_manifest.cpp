@@ -35,6 +35,10 @@ std::string refusal(const fs::path& folder) {
     return "";
 }
 
+Json segment(const char* graph, const Json& stages, const Json& hidden_in) {
+    return {{"graph", graph}, {"stages", stages}, {"hidden_in", hidden_in}, {"hidden_out", nullptr}};
+}
+
 bool mentions(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace
@@ -49,7 +53,18 @@ TEST_CASE("a whole bundle is read and verified") {
     CHECK_FALSE(manifest.tokenizer);
 }
 
+TEST_CASE("segments that are a chain are let through") {
+    const Copy copy;
+    auto content = copy.manifest();
+    content["segments"] = {segment("prefill.onnx", {"prefill", "decode"}, nullptr),
+                           segment("decode.onnx", {"decode"}, "hidden"), segment("decode.onnx", {"prefill"}, "hidden")};
+    copy.write(content.dump());
+    CHECK(refusal(copy.folder).empty());
+    CHECK(read_manifest(copy.folder).segments.at(1).hidden_in == "hidden");
+}
+
 TEST_CASE("every key is checked") {
+    const auto both = segment("decode.onnx", {"decode", "prefill"}, nullptr);
     // What is changed (null removes the key), and what the refusal says.
     const std::pair<Json, std::string> cases[] = {
         {{{"/format", "other"}}, "format: expected 'pop-bundle', found other"},
@@ -67,6 +82,13 @@ TEST_CASE("every key is checked") {
         {{{"/kv_layers/1/num_heads", 0}}, "kv_layers: expected sizes of at least 1"},
         {{{"/kv_layers/1/num_heads", "2"}}, "kv_layers[1], num_heads: expected an integer"},
         {{{"/kv_dtype", "float64"}}, "kv_dtype: expected one of float32, float16, bfloat16, found float64"},
+        {{{"/segments", {segment("x.onnx", {"decode"}, nullptr)}}}, "found no entry for x.onnx"},
+        {{{"/segments", {segment("decode.onnx", {"decode"}, nullptr)}}}, "segments: expected one that reads ids first"},
+        {{{"/segments", {segment("decode.onnx", {"decode", "prefill"}, "hidden")}}}, "segments: expected one"},
+        {{{"/segments", {segment("decode.onnx", {"decode", "other"}, nullptr)}}}, "segments: expected one"},
+        {{{"/segments", {both, both}}}, "segments: expected one that reads ids first"},
+        {{{"/segments", {{{"graph", "decode.onnx"}}}}}, "segments[0]: expected the key 'stages', found none"},
+        {{{"/segments", {segment("decode.onnx", {1}, nullptr)}}}, "segments[0], stages[0]: expected a string"},
         {{{"/dialect", "other"}}, "dialect: expected one of ort, standard, found other"},
         {{{"/past_key", "past"}}, "expected names with {layer} once and no other brace, found [\"past\"]"},
         {{{"/present_value", "{layer}{x}"}}, "expected names with {layer} once"},

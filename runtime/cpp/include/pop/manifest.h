@@ -32,6 +32,15 @@ struct Windows {
     std::int64_t boundary_tokens = 1;  // at least 1: the last prompt token predicts the first new one
 };
 
+// A part of one or both graphs as a graph of its own, over the same weights. For loaders that cannot share what ONNX
+// Runtime packs; this one can, and runs the whole graphs.
+struct Segment {
+    std::string graph;                // file name
+    std::vector<std::string> stages;  // "prefill", "decode" or both
+    std::optional<std::string> hidden_in;
+    std::optional<std::string> hidden_out;
+};
+
 // Size and sha256 (lower-case hex) of one file of the bundle.
 struct FileEntry {
     std::int64_t bytes = 0;
@@ -65,7 +74,8 @@ struct Manifest {
     std::string past_value = "past_key_values.{layer}.value";
     std::string present_key = "present.{layer}.key";
     std::string present_value = "present.{layer}.value";
-    std::string dialect = "ort";  // of the graphs' operators: "ort" or "standard"
+    std::string dialect = "ort";    // of the graphs' operators: "ort" or "standard"
+    std::vector<Segment> segments;  // both graphs again, in the order in which they run
 };
 
 // Returns the manifest of the bundle in `folder`. Keys it does not know are let through, so that a bundle of a later
