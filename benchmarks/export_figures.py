@@ -9,6 +9,7 @@ finished bundle of the same model. Times are medians of rounds in which full and
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -66,6 +67,7 @@ def scattered_difference(manifest: Manifest, model: str) -> float:
     checkpoint = load_checkpoint(model)
     skipped = parse_layers(SCATTERED, 30)
     plan = PrefillPlan(frozenset(skipped))
+    manifest = dataclasses.replace(manifest, segments=())  # they are those of the bundle's plan
     ids = checkpoint.tokenizer("The sky is blue because " * 60)["input_ids"]
     ids = ids[: prompt_length(checkpoint.model) + NUM_STEPS]
     decode = build_decode_graph(checkpoint.model, manifest.kv_layers)  # a written one is fused and cannot be cut
