@@ -13,7 +13,7 @@ from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_runtime.sessions import visible_cores
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]  # fitting takes minutes
 MODEL = "smollm2-135m"
 
 
@@ -62,7 +62,6 @@ def test_eight_bits_are_hardly_to_be_told_from_fp32(smollm2, decode, text):
     assert found.bytes_ratio <= 0.29
 
 
-@pytest.mark.slow
 def test_four_bits_fitted_to_text_lose_less_than_half_of_what_plain_rounding_does(smollm2, decode, text):
     found = _figures(smollm2, decode, text, "int4")
     assert found.kl_run <= 0.12
