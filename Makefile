@@ -52,7 +52,7 @@ test-cpp: lint-cpp cpp $(INSTALLED)
 	$(BIN)/cmake --build $(CPP_BUILD)
 	$(CTEST) $(CPP_BUILD)
 	$(BIN)/cmake --install $(CPP_BUILD) --prefix $(CPP_BUILD)/installed
-	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow" tests/cpp
+	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow and not real" tests/cpp
 
 lint-cpp: $(CPP_INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $$(find runtime/cpp tests/cpp benchmarks -name '*.cpp' -o -name '*.h')
