@@ -31,7 +31,7 @@ class ExportConfig:
 
     calibration: Path | None = None  # reuse this calibration.json
     calibration_data: tuple[str, ...] = ()  # .txt, .jsonl or data set ids; empty: the built-in corpus
-    calibration_samples: int = 48
+    calibration_samples: int = 32
     calibration_length: int = 256  # tokens per sample; the boundary between prompt and response lies at half of it
     calibration_batch: int = 2  #  samples per forward pass; changes speed and memory, never the scores
     fisher: Literal["sampled", "empirical"] = "sampled"

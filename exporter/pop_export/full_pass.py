@@ -62,6 +62,21 @@ class FullPass:
         return FullState(entered, left, {name: output for name, (_, output) in seen.items()})
 
 
+class JoinedPass:
+    """Passes over several texts as one over all: what one of them has kept is not computed again."""
+
+    def __init__(self, parts: Sequence[FullPass]) -> None:
+        self._parts = parts
+        self.calls = tuple(call for part in parts for call in part.calls)
+
+    def states(self, layer: int) -> tuple[FullState, ...]:
+        """Return the states of one layer, a batch each."""
+        return tuple(state for part in self._parts for state in part.states(layer))
+
+
+AnyPass = FullPass | JoinedPass
+
+
 def batches(windows: Sequence[np.ndarray], batch_tokens: int = BATCH_TOKENS) -> list[Tensor]:
     """Return windows of token ids as batches [B, S] of equal length, nothing padded."""
     by_length: dict[int, list[np.ndarray]] = {}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pop_export.cost import LayerCost, layer_costs, predicted_speedup
 from pop_export.damage import Damage, DamageMeter, Protocol
-from pop_export.full_pass import FullPass
+from pop_export.full_pass import AnyPass, FullPass, JoinedPass
 from pop_export.layer_stack import LayerStack
 from pop_export.projections import find_kv_projections
 from pop_export.reference import PrefillPlan
@@ -19,6 +19,7 @@ from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
 from pop_runtime.manifest import KvLayer, Windows
 
 TRIAL_SHARE = 6  # plans are compared after fitting them on every sixth window
+JUDGING_SHARE = 2  # and judging the fits on every second one
 TRIAL_WINDOWS = 2  # of each source, to measure them on
 
 
@@ -69,12 +70,13 @@ class PlanLab:
         self._modules = modules_by_layer(self.projections)
         few = {source: windows[:TRIAL_WINDOWS] for source, windows in self.held_out.items()}
         self._trial_meter = DamageMeter(self.stack, few, self.settings.protocol)
-        self._trial_judging = FullPass(self.stack, self.judging[::2], self._modules, keep=True)
+        self._trial_judging = FullPass(self.stack, self.judging[::JUDGING_SHARE], self._modules, keep=True)
         self._trial = FullPass(self.stack, self.fitting[::TRIAL_SHARE], self._modules, keep=True)
 
     def fit(self, skipped: Collection[int]) -> PrefillFit:
         """Return the plan fitted on all of the fitting text."""
-        text, judging = (FullPass(self.stack, windows, self._modules) for windows in (self.fitting, self.judging))
+        text = self._beside(self._trial, self.fitting, TRIAL_SHARE)
+        judging = self._beside(self._trial_judging, self.judging, JUDGING_SHARE)
         return self._fit(text, judging, skipped)
 
     def try_plan(self, skipped: Collection[int]) -> Point:
@@ -104,7 +106,12 @@ class PlanLab:
         """Return the meter on all text kept aside; trials have a smaller one."""
         return DamageMeter(self.stack, self.held_out, self.settings.protocol)
 
-    def _fit(self, text: FullPass, judging: FullPass, skipped: Collection[int]) -> PrefillFit:
+    def _beside(self, trial: FullPass, windows: Sequence[np.ndarray], share: int) -> JoinedPass:
+        """Return the pass over all windows, of which `trial` has every `share`-th."""
+        others = [window for index, window in enumerate(windows) if index % share]
+        return JoinedPass([trial, FullPass(self.stack, others, self._modules)])
+
+    def _fit(self, text: AnyPass, judging: AnyPass, skipped: Collection[int]) -> PrefillFit:
         settings = self.settings
         return fit_prefill(
             self.stack,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pop_export.full_pass import FullPass, FullState
+from pop_export.full_pass import AnyPass, FullState
 from pop_export.layer_stack import Calls, LayerStack, StopLayer, watched
 from pop_export.projections import Projection, output_axis
 from pop_export.reference import PrefillPlan, Surrogate
@@ -65,7 +65,7 @@ class _Features:
 class _Walk:
     """One text on its way through the layers."""
 
-    full: FullPass
+    full: AnyPass
     pruned: list[Tensor] = field(default_factory=list)  # per batch [B, S, E]: what enters the current layer
     features: list[_Features] = field(default_factory=list)
 
@@ -82,8 +82,8 @@ def modules_by_layer(projections: Iterable[Projection]) -> dict[int, set[str]]:
 def fit_prefill(
     stack: LayerStack,
     projections: Sequence[Projection],
-    fitting: FullPass,
-    held_out: FullPass,
+    fitting: AnyPass,
+    held_out: AnyPass,
     skipped_layers: Iterable[int],
     *,
     refit: bool = True,

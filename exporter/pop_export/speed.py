@@ -48,11 +48,10 @@ def measure_speed(folder: Path, manifest: Manifest, threads: int | None, rounds:
     for _ in range(rounds + 1):
         for stage in stages:
             times[stage].append(_seconds(Sequence(sessions, cache), ids, stage))
+        sequence = Sequence(sessions, cache)
         started = time.perf_counter()
-        Sequence(sessions, cache).append(ids)
+        sequence.append(ids)
         times["turn"].append(time.perf_counter() - started)
-    sequence = Sequence(sessions, cache)
-    sequence.feed(ids, "decode")
     steps = [_seconds(sequence, [0], "decode") for _ in range(DECODE_STEPS)]
     full, pruned, turn = (float(np.median(times[way][1:])) for way in ("decode", "prefill", "turn"))
     return Speed(

@@ -6,10 +6,14 @@ import torch
 import transformers
 from transformers.pytorch_utils import Conv1D
 
+from pop_export.damage import Protocol
 from pop_export.full_pass import FullPass, batches
+from pop_export.graph.build import kv_layout
 from pop_export.layer_stack import LayerStack
+from pop_export.plan_lab import PlanLab, TrialSettings
 from pop_export.projections import find_kv_projections, linear_modules
 from pop_export.refit import fit_prefill, modules_by_layer
+from pop_runtime.manifest import Windows
 from tests.tiny_models import NUM_LAYERS, TINY, tiny_model
 
 RNG = np.random.default_rng(0)
@@ -203,6 +207,23 @@ def test_a_text_kept_in_memory_gives_the_same_fit():
     fit_prefill(stack, projections, *kept, {2, 4})
     again = fit_prefill(stack, projections, *kept, {1, 3, 4})
     assert again.records == fitted(model).records
+
+
+def test_the_final_fit_uses_all_text_and_computes_what_trials_have_not(monkeypatch):
+    model = tiny_model()
+    settings = TrialSettings(True, True, Protocol(30, 10, Windows()))
+    lab = PlanLab(model, kv_layout(model), FITTING, HELD_OUT, {"a": HELD_OUT[:1]}, settings)
+    wanted = fitted(model)
+    lab.try_plan({1, 3, 4})
+    passed = []
+    own = FullPass._state
+    monkeypatch.setattr(FullPass, "_state", lambda *args: passed.append(args[1].entered.shape[0]) or own(*args))
+    found = lab.fit({1, 3, 4})
+    assert sum(passed) == NUM_LAYERS * (len(FITTING) - 4 + len(HELD_OUT) - 3)  # every sixth, every second is there
+    assert found.num_tokens == wanted.num_tokens == sum(map(len, FITTING))
+    for record, same in zip(found.records, wanted.records, strict=True):
+        assert (record.ridge, record.kept) == (same.ridge, same.kept)
+        assert record.held_out_after == pytest.approx(same.held_out_after, rel=1e-5)
 
 
 def test_nothing_skipped_or_nothing_wanted_fits_nothing():
