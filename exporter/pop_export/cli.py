@@ -117,8 +117,9 @@ def parser() -> argparse.ArgumentParser:
     symmetry.add_argument("--asymmetric", dest="symmetric", action="store_false", default=None,
         help="int8, int4: a zero point per block (default for int4)")  # fmt: skip
     add("--quantizer", choices=get_args(Quantizer),
-        help="int8, int4: fit the weights to text layer after layer (gptq, the default; takes minutes), or find scales "
-        "from the weights alone: round to nearest (rtn), or ONNX Runtime's k_quant and, for int4, hqq")  # fmt: skip
+        help="int8, int4: find scales from the weights alone, rounding to nearest (rtn, the default for int8) or by "
+        "ONNX Runtime's k_quant and, for int4, hqq; or fit weights to text layer after layer (gptq, for int4 the "
+        "default, takes minutes)")  # fmt: skip
     parser.set_defaults(**{name: defaults[name] for name in defaults if name not in ("model", "out")})
     return parser
 

@@ -61,7 +61,7 @@ class ExportConfig:
     dialect: Dialect = "ort"  # of the graphs: ONNX Runtime's operators too, or those of ONNX alone
     precision: Precision = "fp32"
     block_size: int | None = None  # weights that share a scale; None: as `precision.schemes_for` chooses
-    quantizer: Quantizer | None = None  # None: gptq, which fits to text; others look at the weights alone
+    quantizer: Quantizer | None = None  # None: rtn for int8, for int4 gptq, which alone fits to text
     symmetric: bool | None = None  # None: symmetric for int8, asymmetric for int4
 
     threads: int | None = None  # None: one per visible core

@@ -10,7 +10,6 @@ from pop_export.block_scales import find_scales
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme, from_codes, stored_scales
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper
-TRUST = 0.05  # of the mean diagonal: more keeps corrected weights closer to the original ones
 MAX_ROWS = 16384  # rounded at once: an embedding has many, and each needs working memory
 
 
@@ -29,23 +28,6 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme) -> QuantizedMatrix:
     importance = hessian.diagonal().clamp(min=1e-12)
     parts = [_rounded(rows, inverse, importance, scheme) for rows in weight.split(MAX_ROWS)]
     return from_codes(scheme, weight.shape[1], *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
-
-
-def correction(hessian: Tensor, cross: Tensor) -> Tensor:
-    """Return D [K, K] with which W + W D makes of changed inputs what W makes of the original ones, nearly.
-
-    It is the least-squares solution of `(W + W D) x = W x0` over inputs x that layers quantised before leave, and x0
-    that the original ones do, drawn towards none.
-
-    Args:
-        hessian: [K, K] sum of x x^T.
-        cross: [K, K] sum of x0 x^T.
-
-    Source: the asymmetric calibration of Li et al., "GPTAQ", arXiv:2504.02692, in closed form.
-    """
-    damped = hessian.double()
-    damped.diagonal().add_(TRUST * damped.diagonal().mean().clamp(min=1e-12))
-    return torch.cholesky_solve((cross - hessian).double().T, torch.linalg.cholesky(damped)).T.float()
 
 
 def _rounded(weight: Tensor, inverse: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from pop_export.split_matrix import SplitScheme
 from pop_export.stored_weights import stored_weights
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-DEFAULT_QUANTIZER: Method = "gptq"
+DEFAULT_QUANTIZER: dict[str, Method] = {"int8": "rtn", "int4": "gptq"}  # fitting gains nothing in 8 bits
 KEY_VALUE_BITS: Literal[8] = 8  # K and V of a skipped layer are all that the prompt leaves there
 
 
@@ -95,15 +95,11 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
     """
     if config.precision not in ("int8", "int4"):
         return None
-    method = config.quantizer or DEFAULT_QUANTIZER
-    # a method that searches 4 bits has nothing to search in the 8 beside them; rows that are looked up have no product
-    nearest: Method = "gptq" if method == "gptq" else "rtn"
+    method = config.quantizer or DEFAULT_QUANTIZER[config.precision]
     if config.precision == "int8":
         dense = Scheme(8, config.block_size or 16, method, config.symmetric is not False)
         # `exact_head` gives the head exact inputs, so that smaller blocks would gain it nothing
         return Schemes(dense, dense, Scheme(8, config.block_size or 32, symmetric=dense.symmetric))
     dense = Scheme(4, config.block_size or 32, method, config.symmetric is True)
     rare = Scheme(4, dense.block_size, symmetric=dense.symmetric)
-    return Schemes(
-        dense, Scheme(KEY_VALUE_BITS, dense.block_size, nearest), SplitScheme(Scheme(8, dense.block_size), rare)
-    )
+    return Schemes(dense, Scheme(KEY_VALUE_BITS, dense.block_size), SplitScheme(Scheme(8, dense.block_size), rare))

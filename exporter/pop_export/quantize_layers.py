@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pop_export.full_pass import batches
-from pop_export.gptq import correction, gptq
+from pop_export.gptq import gptq
 from pop_export.layer_stack import Calls, LayerStack, watched
 from pop_export.progress import progress
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
@@ -20,15 +19,6 @@ from pop_export.split_matrix import StoredMatrix
 from pop_export.stored_weights import stored_weights
 
 MAX_TOKENS = 8192  # of the samples, spread evenly over them
-
-
-@dataclass
-class _Inputs:
-    """What some modules of a layer read, as sums over tokens: x after quantised layers, x0 after original ones."""
-
-    modules: tuple[str, ...]
-    hessian: Tensor  # [K, K], of x x^T
-    cross: Tensor  # [K, K], of x0 x^T
 
 
 @torch.no_grad()
@@ -40,8 +30,8 @@ def quantize_layers(
 ) -> dict[str, QuantizedMatrix]:
     """Return the weights of linear modules inside decoder layers, quantised by GPTQ, by name of the parameter.
 
-    Each is fitted so that it makes of the inputs which it will get, those that quantised layers leave, what the
-    original made of the original inputs. What lies elsewhere, and what the text does not reach, is left out.
+    Each is fitted to the inputs that it will get: those that quantised layers before it leave. What lies elsewhere, and
+    what the text does not reach, is left out.
 
     Args:
         model: in fp32; unchanged afterwards.
@@ -51,24 +41,20 @@ def quantize_layers(
     """
     found: dict[str, QuantizedMatrix] = {}
     stack = LayerStack(model)
-    text = batches(_spread(samples))
-    calls = [stack.calls(ids) for ids in text]
-    original = [call.entered for call in calls]  # [B, S, E] each
     with stored_weights(model, matrices):
-        changed = [stack.calls(ids).entered for ids in text]
+        calls = [stack.calls(ids) for ids in batches(_spread(samples))]
+    hidden = [call.entered for call in calls]  # [B, S, E] each
     names = {id(module): name for name, module in model.named_modules()}
     with progress("fitting quantised weights", len(stack)) as advance:
         for layer, module in enumerate(stack.layers):
             modules = _linear_modules(module, names[id(module)], schemes)
-            inputs, original = _inputs(stack, layer, set(modules), calls, original, changed)
-            now: dict[str, QuantizedMatrix] = {}
-            for read in inputs:
-                change = correction(read.hessian, read.cross)
-                for name in read.modules:
-                    weight = modules[name]
-                    now[f"{name}.weight"] = gptq(weight + weight @ change, read.hessian, schemes[f"{name}.weight"])
+            now = {
+                f"{name}.weight": gptq(modules[name], hessian, schemes[f"{name}.weight"])
+                for readers, hessian in _hessians(stack, layer, set(modules), calls, hidden).items()
+                for name in readers
+            }
             with stored_weights(model, now):
-                changed = [stack.run(call, layer, hidden) for call, hidden in zip(calls, changed, strict=True)]
+                hidden = [stack.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
             found |= now
             advance(1)
     return found
@@ -91,41 +77,20 @@ def _linear_modules(layer: nn.Module, prefix: str, schemes: Mapping[str, Scheme]
     return found
 
 
-def _inputs(
-    stack: LayerStack,
-    layer: int,
-    modules: set[str],
-    calls: Sequence[Calls],
-    original: Sequence[Tensor],
-    changed: Sequence[Tensor],
-) -> tuple[list[_Inputs], list[Tensor]]:
-    """Return what the modules of a layer read, those that read the same together, and what the original layer gives."""
-    sums: dict[tuple[str, ...], _Inputs] = {}
-    left: list[Tensor] = []
-    for call, before, after in zip(calls, original, changed, strict=True):
-        (x0, output), (x, _) = (_read(stack, layer, modules, call, hidden) for hidden in (before, after))
-        left.append(output)
-        for names in _readers(x):
-            rows = x[names[0]].flatten(0, -2)  # [tokens, K]
-            rows0 = x0[names[0]].flatten(0, -2) if names[0] in x0 else rows
-            if len(rows0) != len(rows):  # of an expert that was sent other tokens
-                rows0 = rows
-            hessian, cross = rows.T @ rows, rows0.T @ rows
-            if names in sums:
-                sums[names].hessian += hessian
-                sums[names].cross += cross
-            else:
-                sums[names] = _Inputs(names, hessian, cross)
-    return list(sums.values()), left
-
-
-def _read(
-    stack: LayerStack, layer: int, modules: set[str], call: Calls, hidden: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return what each module reads when the layer runs on a hidden state, and what the layer gives."""
-    with watched(stack.model, modules, stop=False) as seen:
-        left = stack.run(call, layer, hidden)
-    return {name: entered for name, (entered, _) in seen.items()}, left
+def _hessians(
+    stack: LayerStack, layer: int, modules: set[str], calls: Sequence[Calls], hidden: Sequence[Tensor]
+) -> dict[tuple[str, ...], Tensor]:
+    """Return the sum over tokens of x x^T, [K, K], of the input x that each group of modules reads."""
+    sums: dict[tuple[str, ...], Tensor] = {}
+    for call, entered in zip(calls, hidden, strict=True):
+        with watched(stack.model, modules, stop=False) as seen:
+            stack.run(call, layer, entered)
+        inputs = {name: x for name, (x, _) in seen.items()}
+        for readers in _readers(inputs):
+            rows = inputs[readers[0]].flatten(0, -2)  # [tokens, K]
+            hessian = rows.T @ rows
+            sums[readers] = sums[readers] + hessian if readers in sums else hessian
+    return sums
 
 
 def _readers(inputs: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -99,7 +99,8 @@ def test_any_block_size_gives_what_the_stored_weights_give(
     for check in exact:
         assert check["largest_difference"] <= 1e-3 * check["largest_logit"]
         assert check["largest_logit"] > 1
-    assert bundle.manifest.precision == f"{precision}-block{block_size}-gptq"
+    method = {"int8": "symmetric", "int4": "gptq"}[precision]  # by default
+    assert bundle.manifest.precision == f"{precision}-block{block_size}-{method}"
 
 
 def test_a_block_size_that_no_kernel_takes_is_refused(tmp_path):
@@ -206,4 +207,4 @@ def _export(monkeypatch, odd_sized, llama_folder, tmp_path, **settings):
 def test_json_report_names_the_precision(quick_export):
     bundle = quick_export(prune_layers="1", precision="int8")
     report = json.loads((bundle.folder / "report.json").read_text())
-    assert report["precision"] == "int8-block16-gptq"
+    assert report["precision"] == "int8-block16-symmetric"
