@@ -20,6 +20,7 @@ from pop_export.graph.passes.resolve_markers import marked_value
 from pop_export.quantize_layers import quantize_layers
 from pop_export.quantized_matrix import Scheme
 from pop_export.reference import PrefillPlan
+from pop_export.sensitive_weights import sensitive_weights
 from pop_export.split_matrix import AnyScheme, StoredMatrix
 from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
@@ -33,7 +34,7 @@ class Schemes:
     """How each kind of weight is quantised."""
 
     dense: Scheme
-    key_value: Scheme  # K and V projections and surrogates: a skipped layer is nothing but these, and small
+    fine: Scheme  # K and V projections and surrogates, all that a skipped layer is, and the most sensitive weights
     embedding: AnyScheme  # the embedding and the head, often one matrix
 
 
@@ -81,22 +82,23 @@ def quantize_pair(
     tables = {table.name for node in decode.graph if (table := embedding_table(node)) is not None}
 
     surrogates = {surrogate_name(layer) for layer in range(num_layers_of(model))}
+    sensitive: frozenset[str] = frozenset()
 
     def scheme_of(name: str) -> AnyScheme | None:
         if name in surrogates:
-            return schemes.key_value
+            return schemes.fine
         if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
             return None
-        if name in key_value or name not in parameters:
-            return schemes.key_value
+        if name in key_value or name in sensitive or name not in parameters:
+            return schemes.fine
         return schemes.embedding if name in tables or parameters[name] is head else schemes.dense
 
     matrices: dict[str, StoredMatrix] = {}
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
-    schemes_read = {name: scheme_of(name) for name in read}
-    fitted = {
-        name: found for name, found in schemes_read.items() if isinstance(found, Scheme) and found.method == "gptq"
-    }
+    dense = {name: schemes.dense for name in read if scheme_of(name) is schemes.dense}
+    if samples and schemes.dense.bits < schemes.fine.bits:
+        sensitive = sensitive_weights(model, dense, samples)
+    fitted = {name: scheme for name, scheme in dense.items() if scheme.method == "gptq" and name not in sensitive}
     for graph in (decode, prefill):
         quantize_embedding(graph, scheme_of, matrices)
         if graph is decode and fitted:

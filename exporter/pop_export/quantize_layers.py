@@ -42,12 +42,12 @@ def quantize_layers(
     found: dict[str, QuantizedMatrix] = {}
     stack = LayerStack(model)
     with stored_weights(model, matrices):
-        calls = [stack.calls(ids) for ids in batches(_spread(samples))]
+        calls = [stack.calls(ids) for ids in batches(spread(samples, MAX_TOKENS))]
     hidden = [call.entered for call in calls]  # [B, S, E] each
     names = {id(module): name for name, module in model.named_modules()}
     with progress("fitting quantised weights", len(stack)) as advance:
         for layer, module in enumerate(stack.layers):
-            modules = _linear_modules(module, names[id(module)], schemes)
+            modules = linear_modules(module, names[id(module)], schemes)
             now = {
                 f"{name}.weight": gptq(modules[name], hessian, schemes[f"{name}.weight"])
                 for readers, hessian in _hessians(stack, layer, set(modules), calls, hidden).items()
@@ -60,14 +60,14 @@ def quantize_layers(
     return found
 
 
-def _spread(samples: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return windows spread over all, about MAX_TOKENS together where there are more, at least one."""
-    share = min(1.0, MAX_TOKENS / sum(map(len, samples)))
+def spread(samples: Sequence[np.ndarray], max_tokens: int) -> list[np.ndarray]:
+    """Return windows spread over all, about `max_tokens` together where there are more, at least one."""
+    share = min(1.0, max_tokens / sum(map(len, samples)))
     chosen = np.linspace(0, len(samples) - 1, max(1, round(share * len(samples)))).astype(int)
     return [samples[index] for index in chosen]
 
 
-def _linear_modules(layer: nn.Module, prefix: str, schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:
+def linear_modules(layer: nn.Module, prefix: str, schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:
     """Return the weights [N, K] that are to be quantised, by name of the module."""
     found = {}
     for name, module in layer.named_modules(prefix=prefix):
