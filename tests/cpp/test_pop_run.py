@@ -16,6 +16,7 @@ import pytest
 
 from pop_runtime import cli, errors
 from pop_runtime.flags import make_parser
+from pop_runtime.providers import PROVIDERS
 from tests.cpp.conftest import PROGRAM, REPOSITORY, PopRun, ids_text
 from tests.runtime.tiny_bundle import PROMPT, make_bundle, with_generation_config
 
@@ -86,7 +87,7 @@ def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
     assert done.code == 0
     flags = {flag for action in make_parser()._actions for flag in action.option_strings if flag.startswith("--")}
     missing = {flag for flag in flags if flag not in done.out}
-    assert missing == {"--chat", "--ep", "--device", "--engine"}  # no tokenizer, no provider but the CPU
+    assert missing == {"--chat", "--engine"}  # no tokenizer, no provider that compiles
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,36 @@ def test_a_usage_error_is_one_line_and_exit_code_2(
     done = pop_run(bundle, *flags)
     assert (done.code, done.out) == (errors.UsageError.exit_code, "")
     assert message in done.err
+
+
+def test_the_cpu_is_taken_by_name(bundle: Path, pop_run: PopRun) -> None:
+    found = pop_run(bundle, "--ids", "5", "--json", "--ep", "cpu", "--device", 0).json
+    assert (found["ep"], found["device"]) == ("cpu", 0)
+
+
+@pytest.mark.parametrize("ep", [ep for ep in PROVIDERS if ep != "cpu"])
+@pytest.mark.parametrize("device", [0, 1])
+def test_another_provider_ends_with_exit_4_and_the_way_to_run_on_it(
+    bundle: Path, pop_run: PopRun, ep: str, device: int
+) -> None:
+    done = pop_run(bundle, "--ids", "5", "--ep", ep, "--device", device)
+    assert (done.code, done.out) == (errors.BackendError.exit_code, "")
+    assert done.err == (
+        f"pop_run: error: --ep {ep} --device {device}: expected cpu, the one provider of this runtime, found {ep}; "
+        f"run it with pop-run: {PROVIDERS[ep].install}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", [("--ep", "metal"), ("--ep", "CPU"), ("--ep", "cpu", "--device", "1"), ("--ep", "cuda", "--device", "-1")]
+)
+def test_a_target_that_is_not_in_the_table_is_refused_as_in_python(
+    bundle: Path, pop_run: PopRun, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    done = pop_run(bundle, "--ids", "5", *flags)
+    assert cli.main([str(bundle), "--ids", "5", *flags]) == done.code == errors.UsageError.exit_code
+    wanted = capsys.readouterr().err.removeprefix("pop-run: error: ").rstrip()
+    assert done.err.startswith(f"pop_run: error: {wanted}; ") and done.err.count("\n") == 1
 
 
 def test_too_few_threads_are_refused(bundle: Path) -> None:

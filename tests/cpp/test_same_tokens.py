@@ -14,6 +14,7 @@ from pop_runtime.manifest import Windows, describe_files, write_manifest
 from pop_runtime.model import Model
 from pop_runtime.sessions import open_pair
 from tests.cpp.conftest import PopRun, ids_text
+from tests.exporter.families.page import proven_families
 from tests.runtime.tiny_bundle import PROMPT, make_bundle, with_generation_config
 
 pytestmark = pytest.mark.cpp
@@ -65,16 +66,12 @@ def test_200_greedy_tokens_of_a_core_family_are_the_same(tmp_path: Path, pop_run
     _compare_family(pop_run, _family_bundle(model_type, tmp_path))
 
 
-def _other_families() -> list[str]:
-    from tests.exporter.families.configs import COMMON_FAMILIES
-
-    return [name for name in COMMON_FAMILIES if name not in CORE]
-
-
 @pytest.mark.slow
-def test_200_greedy_tokens_of_every_common_family_are_the_same(tmp_path: Path, pop_run: PopRun) -> None:
-    for model_type in _other_families():
-        _compare_family(pop_run, _family_bundle(model_type, tmp_path / model_type))
+@pytest.mark.parametrize("model_type", proven_families())
+def test_200_greedy_tokens_of_every_family_are_the_same(tmp_path: Path, pop_run: PopRun, model_type: str) -> None:
+    from tests.exporter.families.sweep import TEXT_PARTS
+
+    _compare_family(pop_run, _family_bundle(TEXT_PARTS.get(model_type, model_type), tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

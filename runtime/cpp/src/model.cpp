@@ -7,6 +7,7 @@
 #include "decoder.h"
 #include "generate.h"
 #include "json_file.h"
+#include "providers.h"
 #include "sampling.h"
 #include "sequence.h"
 #include "sessions.h"
@@ -177,6 +178,7 @@ std::string Answer::text() const {
 Model::Model(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
 Model Model::load(const std::filesystem::path& folder, const LoadOptions& options) {
+    internal::require_provider(options.ep, options.device);
     auto manifest = read_manifest(folder);
     if (options.verify) verify_files(folder, manifest);
     auto config = internal::Json::object();

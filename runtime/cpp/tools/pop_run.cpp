@@ -126,7 +126,7 @@ Json prompt_logprobs_of(const pop::Answer& answer) {
 }
 
 // Returns what --json prints; `text` is null without a tokenizer that is read.
-Json result_of(const pop::Model& model, const pop::Answer& answer) {
+Json result_of(const pop::Model& model, const pop::LoadOptions& load, const pop::Answer& answer) {
     const auto& stats = answer.stats;
     const auto& windows = answer.settings.windows;
     return {{"prompt_token_ids", answer.prompt_token_ids},
@@ -147,8 +147,8 @@ Json result_of(const pop::Model& model, const pop::Answer& answer) {
             {"windows", {{"sink_tokens", windows.sink_tokens}, {"boundary_tokens", windows.boundary_tokens}}},
             {"settings", json_of(answer.settings)},
             {"ignored_settings", model.ignored_settings()},
-            {"ep", "cpu"},
-            {"device", 0}};
+            {"ep", load.ep},
+            {"device", load.device}};
 }
 
 // Returns what --stats prints.
@@ -205,7 +205,7 @@ int run(const Arguments& arguments) {
         }
     });
     print_notes(model, arguments, answer.settings.sampling);
-    std::cout << (arguments.json ? result_of(model, answer).dump() : "") << std::endl;
+    std::cout << (arguments.json ? result_of(model, arguments.load, answer).dump() : "") << std::endl;
     if (arguments.stats) std::cerr << stats_text(answer) << '\n';
     return answer.stop_reason == pop::StopReason::cancelled ? 130 : 0;
 }

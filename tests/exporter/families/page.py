@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 HEAD = """\
 # Families
 
@@ -38,7 +39,14 @@ that is wider than that is proven on tiny models only.
 """
 
 
-def write_page(file: Path, results: list[dict[str, Any]]) -> None:
+def proven_families() -> list[str]:
+    """Return the model types that the page lists as proven."""
+    table = PAGE.read_text(encoding="utf-8").partition("## Proven")[2].partition("## Refused")[0]
+    rows = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("|")]
+    return rows[2:]  # below the head
+
+
+def write_page(results: list[dict[str, Any]]) -> None:
     """Write the page."""
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch", "onnxruntime")}
     by_status = {
@@ -52,8 +60,7 @@ def write_page(file: Path, results: list[dict[str, Any]]) -> None:
     if failed:
         parts += [f"\n## Not proven: {len(failed)}\n", "The export ends with an error, or its verification refuses the "
                   "bundle (exit code 5).\n", *_reason_table(failed)]  # fmt: skip
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("\n".join(parts) + "\n", encoding="utf-8")
+    PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _proven_table(results: Iterable[dict[str, Any]]) -> list[str]:

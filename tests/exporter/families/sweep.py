@@ -141,7 +141,7 @@ def main() -> None:
         if result["status"] == "proven" and result["windows"] and not _window_counts(result["model_type"]):
             result |= {"status": "failed", "reason": "blind: the same model without its window gives the same logits"}
     if arguments.dialect == "ort":
-        write_page(Path("docs/families.md"), results)
+        write_page(results)
         return
     print(Counter(result["status"] for result in results))
     for result in results:

@@ -18,6 +18,8 @@ struct LoadOptions {
     std::optional<int> threads;  // of each session; none takes the cores this process may run on
     bool verify = true;          // compare the sha256 of every file with the manifest
     bool low_memory = false;     // leave the weights as they lie in the file, for slower steps
+    std::string ep = "cpu";      // execution provider, as for `pop-run`; all but the CPU's are refused
+    int device = 0;              // which device of it
 };
 
 // How a prompt is read: `pop` leaves the planned layers out between the windows, `full` is the exact model.
@@ -134,8 +136,8 @@ class Model {
 public:
     // Returns the bundle in `folder`, ready to generate.
     //
-    // Throws UsageError: fewer than one thread. ModelError: the folder is not a whole, unaltered bundle of a known
-    // format. BackendError: ONNX Runtime cannot load a graph.
+    // Throws UsageError: fewer than one thread, an unknown provider. ModelError: the folder is not a whole, unaltered
+    // bundle of a known format. BackendError: ONNX Runtime cannot load a graph, or the provider is not the CPU's.
     static Model load(const std::filesystem::path& folder, const LoadOptions& options = {});
 
     const std::filesystem::path& folder() const;
