@@ -35,7 +35,7 @@ def table(report: dict[str, Any]) -> str:
         )
     for found in report["agreement"]:
         rows.append(
-            f"{found['label']}: {found['top1']:.0%} of {found['num_probes']} likeliest tokens are the bundle's own, read in full; "
+            f"{found['label']}: {found['top1']:.0%} of {found['num_probes']} likeliest tokens are the exact bundle's, "
             f"{found['common_tokens']:.1f} of {NUM_NEW} greedy tokens in common"
         )
     memory = report["memory"]
