@@ -13,7 +13,7 @@ import pop_runtime
 from pop_runtime.bench import agreement
 from pop_runtime.bench import measure as measuring
 from pop_runtime.bench.cli import main
-from pop_runtime.bench.engines import BundleEngine, Run
+from pop_runtime.bench.engines import CLOCKS, BundleEngine, Run, timed
 from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.bench.measure import Settings, measure
 from pop_runtime.bench.output import table
@@ -54,7 +54,7 @@ def test_the_table_and_the_plot_have_a_line_per_engine(bundle, capsys, tmp_path)
     assert main([str(bundle), *SMALL, "--prefill", "pop", "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
     assert out.count("pop-export, pop prefill  ") == 2 and "full prefill" not in out
-    assert "memory: both graphs" in out and "1 threads, 2 rounds" in out
+    assert "memory: both graphs" in out and "1 threads, 2 rounds, wall time" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -107,6 +107,7 @@ def test_a_peer_takes_turns_in_a_process_of_its_own(bundle, tmp_path):
         (["--ep", "npu"], "--ep: expected one of cpu, cuda"),
         (["--ep", "cpu", "--device", "1"], "--device: expected 0, found 1"),
         (["--ep", "tensorrt"], "--ep tensorrt: expected a bundle of dialect standard, found ort"),
+        (["--clock", "cpu", "--threads", "2"], "--clock cpu: expected --threads 1"),
         (["--peers", "vllm=x"], "--peers: expected some of transformers, onnxruntime-genai, openvino-genai, llama-cpp"),
     ],
 )
@@ -145,7 +146,7 @@ def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkey
 
 def test_an_engine_that_does_not_load_ends_in_one_line(tmp_path):
     spec = {"engine": "bundle", "path": str(tmp_path), "threads": 1, "low_memory": False, "graphs": "both",
-            "ep": "cpu", "device": 0, "compiled": False}  # fmt: skip
+            "ep": "cpu", "device": 0, "compiled": False, "clock": "wall"}  # fmt: skip
     with pytest.raises(BackendError, match=r"bundle \(.*\): expected an engine that runs, found: .*manifest.json"):
         Worker(spec)
 
@@ -155,8 +156,9 @@ def test_a_process_that_dies_leaves_its_last_line(tmp_path):
         Worker({"engine": "nonsense", "path": str(tmp_path), "threads": 1})
 
 
-def test_a_bundle_answers_with_one_time_per_token(bundle):
-    run = BundleEngine(bundle, 1).run(PROMPT, 5, "pop")
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_bundle_answers_with_one_time_per_token(bundle, clock):
+    run = timed(BundleEngine(bundle, 1), PROMPT, 5, "pop", clock)
     assert run.first_ms > 0 and len(run.step_ms) == 4
     generation = pop_runtime.load(bundle, threads=1).generate(PROMPT, max_new_tokens=5, ignore_eos=True, temperature=0)
     list(generation)
@@ -186,7 +188,7 @@ def test_ratios_compare_the_times_of_one_round():
     ]
     (ratio,) = ratios_to_peers(samples, "ours")
     assert (ratio.label, ratio.peer, ratio.num_prompt) == ("ours", "theirs", 8)
-    assert ratio.first_token == ratio.per_token == 0.75  # of 0.5, 0.9 and 0.75
+    assert (ratio.first_token, ratio.per_token) == pytest.approx((0.75, 0.75))  # of 0.5, 0.9 and 0.75
 
 
 def test_agreement_counts_first_tokens_and_those_in_common():

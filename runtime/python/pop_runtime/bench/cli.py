@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int, metavar="N", default=64, help="tokens of each answer (default %(default)s)")
     add("--repeat", type=int, metavar="N", default=5, help="rounds that count, after one to warm up (default 5)")
     add("--threads", type=int, metavar="N", help="of every engine (default: the cores this process may use)")
+    add("--clock", choices=("wall", "cpu"), default="wall",
+        help="cpu: time of the one thread, for a machine that others use (default wall)")  # fmt: skip
     add("--prefill", metavar="KIND,...", default="pop,full", help="pop, full or both (default %(default)s)")
     add("--peers", metavar="NAME=PATH,...", default="", help=f"other engines and their models: {', '.join(PEERS)}")
     add("--low-memory", action="store_true", help="share the weights between prefill and decode, as pop-run does")
@@ -79,6 +81,7 @@ def _run(arguments: argparse.Namespace) -> None:
         low_memory=arguments.low_memory,
         target=Target(arguments.ep, arguments.device),
         compiled=arguments.engine,
+        clock=arguments.clock,
     )
     report, samples = measure(settings, lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.csv is not None:

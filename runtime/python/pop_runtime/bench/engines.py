@@ -7,8 +7,9 @@ alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,24 +29,24 @@ class Run:
 class Engine(Protocol):
     """A loaded model."""
 
-    def run(self, prompt: Sequence[int], num_new: int, prefill: str) -> Run:
-        """Answer a prompt with exactly `num_new` tokens; `prefill` counts for a bundle alone."""
+    def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
+        """Return the tokens of an answer, exactly `num_new`, and call `tick` as each of them is known.
+
+        `prefill` counts for a bundle alone.
+        """
 
 
-class Clock:
-    """Notes when tokens come."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # in seconds
 
-    def __init__(self) -> None:
-        self._times = [time.perf_counter()]
 
-    def tick(self) -> None:
-        """A token is there."""
-        self._times.append(time.perf_counter())
-
-    def run(self, tokens: Sequence[int]) -> Run:
-        """Return the times between the ticks; `tokens` are what came with them."""
-        gaps = [(after - before) * 1e3 for before, after in zip(self._times, self._times[1:], strict=False)]
-        return Run(gaps[0], tuple(gaps[1:]), tuple(map(int, tokens)))
+def timed(engine: Engine, prompt: Sequence[int], num_new: int, prefill: str, clock: str) -> Run:
+    """Return an answer with the times of its tokens by one of `CLOCKS`."""
+    now = CLOCKS[clock]
+    times = [now()]
+    tokens = engine.run(prompt, num_new, prefill, lambda: times.append(now()))
+    gaps = [(after - before) * 1e3 for before, after in pairwise(times)]
+    assert len(gaps) == len(tokens) == num_new, f"{len(gaps)} times and {len(tokens)} tokens for {num_new}"
+    return Run(gaps[0], tuple(gaps[1:]), tuple(int(token) for token in tokens))
 
 
 class BundleEngine:
@@ -75,17 +76,16 @@ class BundleEngine:
             self._model = _decode_alone(folder, threads, ep, device, compiled)
         self.nodes_by_provider = self._model.sessions.nodes_by_provider
 
-    def run(self, prompt: Sequence[int], num_new: int, prefill: str) -> Run:
+    def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
         """Answer a prompt; see `Engine`."""
-        clock = Clock()
         sequence = self._model.sequence(len(prompt) + num_new)
         tokens = [int(sequence.append(prompt, prefill).argmax())]  # type: ignore[arg-type]
-        clock.tick()
+        tick()
         for _ in range(num_new - 1):
             sequence.accept(tokens[-1])
             tokens.append(int(sequence.step().argmax()))
-            clock.tick()
-        return clock.run(tokens)
+            tick()
+        return tokens
 
 
 def _decode_alone(folder: Path, threads: int, ep: str, device: int, compiled: bool) -> Model:

@@ -43,6 +43,7 @@ class Settings:
     low_memory: bool = False
     target: Target = CPU
     compiled: bool = False  # run what pop-compile made
+    clock: str = "wall"  # key of engines.CLOCKS
 
     def check(self, manifest: Manifest) -> None:
         """Raise UsageError for the first setting that cannot be measured, BackendError without the provider."""
@@ -54,6 +55,8 @@ class Settings:
         for flag, count in (*counts.items(), *(("--prompt-lengths", length) for length in self.prompt_lengths)):
             if count is not None and count < 1:
                 raise UsageError(f"{flag}: expected at least 1, found {count}")
+        if self.clock == "cpu" and self.threads != 1:
+            raise UsageError("--clock cpu: expected --threads 1, since the time of all threads is counted; add it")
         if max(self.prompt_lengths) + self.num_new > manifest.max_positions:
             raise UsageError(
                 f"--prompt-lengths: expected at most {manifest.max_positions - self.num_new} tokens, so that "
@@ -117,6 +120,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
         "num_layers": manifest.plan.num_layers,
         "windows": dataclasses.asdict(manifest.windows),
         "threads": threads,
+        "clock": settings.clock,
         "num_new_tokens": settings.num_new,
         "num_rounds": settings.num_rounds,
         "low_memory": settings.low_memory,
@@ -159,14 +163,15 @@ def _lines(settings: Settings, threads: int, missing: list[str]) -> tuple[list[L
         if label not in missing:
             lines.append(Line(label, label))
             most = max(settings.prompt_lengths) + settings.num_new
-            specs[label] = {"engine": name, "path": str(path), "threads": threads, "max_tokens": most}
+            own = {"engine": name, "path": str(path), "max_tokens": most}
+            specs[label] = {**own, "threads": threads, "clock": settings.clock}
     return lines, specs
 
 
 def _bundle_spec(settings: Settings, threads: int, graphs: str = "both") -> dict[str, Any]:
     return {
         "engine": "bundle", "path": str(settings.folder), "threads": threads, "low_memory": settings.low_memory,
-        "graphs": graphs, "compiled": settings.compiled, **dataclasses.asdict(settings.target),
+        "clock": settings.clock, "graphs": graphs, "compiled": settings.compiled, **dataclasses.asdict(settings.target),
     }  # fmt: skip
 
 

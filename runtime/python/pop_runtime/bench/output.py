@@ -46,7 +46,9 @@ def table(report: dict[str, Any]) -> str:
     for name, engine in report["engines"].items():
         rows.append(f"{name}: {engine['version']}, loaded in {engine['load_ms']:.0f} ms, {_mb(engine)}")
     rows += [f"missing: {entry['peer']}: {entry['reason']}" for entry in report["missing"]]
-    rows.append(f"{report['threads']} threads, {report['num_rounds']} rounds: median (least - greatest)")
+    rows.append(
+        f"{report['threads']} threads, {report['num_rounds']} rounds, {report['clock']} time: median (least - greatest)"
+    )
     return "\n".join(rows)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pop_runtime.bench.engines import Clock, Engine, Run
+from pop_runtime.bench.engines import Engine
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class TransformersEngine:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
 
-    def run(self, prompt: Sequence[int], num_new: int, prefill: str) -> Run:
+    def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
         """Answer a prompt; see `Engine`."""
-        torch, clock, past, tokens = self._torch, Clock(), None, []
+        torch, past, tokens = self._torch, None, list[int]()
         ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
             for _ in range(num_new):
                 out = self._model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
                 ids, past = out.logits[:, -1:].argmax(-1), out.past_key_values
                 tokens.append(int(ids))
-                clock.tick()
-        return clock.run(tokens)
+                tick()
+        return tokens
 
 
 class OnnxruntimeGenaiEngine:
@@ -62,19 +62,19 @@ class OnnxruntimeGenaiEngine:
         config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
         self._genai, self._model = genai, genai.Model(config)
 
-    def run(self, prompt: Sequence[int], num_new: int, prefill: str) -> Run:
+    def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
         """Answer a prompt; see `Engine`."""
         import numpy as np
 
-        clock, total = Clock(), len(prompt) + num_new
+        total = len(prompt) + num_new
         parameters = self._genai.GeneratorParams(self._model)
         parameters.set_search_options(max_length=total, min_length=total, do_sample=False)
         generator = self._genai.Generator(self._model, parameters)
         generator.append_tokens(np.array(prompt, np.int32))
         for _ in range(num_new):
             generator.generate_next_token()
-            clock.tick()
-        return clock.run(generator.get_sequence(0)[len(prompt) :])
+            tick()
+        return list(generator.get_sequence(0)[len(prompt) :])
 
 
 class OpenvinoGenaiEngine:
@@ -83,20 +83,25 @@ class OpenvinoGenaiEngine:
     def __init__(self, path: Path, threads: int, max_tokens: int) -> None:
         import openvino_genai
 
+        # paged attention is the fastest of its back ends, but it would remember the prompts of earlier rounds
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
         self._genai = openvino_genai
-        self._pipeline = openvino_genai.LLMPipeline(str(path), "CPU", INFERENCE_NUM_THREADS=threads)
+        self._pipeline = openvino_genai.LLMPipeline(
+            str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
+        )
 
-    def run(self, prompt: Sequence[int], num_new: int, prefill: str) -> Run:
+    def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
         """Answer a prompt; see `Engine`."""
         import numpy as np
         import openvino
 
-        genai, clock = self._genai, Clock()
+        genai = self._genai
 
         class Streamer(genai.StreamerBase):  # type: ignore[name-defined]
             def write(self, token: int | list[int]) -> Any:
                 for _ in [token] if isinstance(token, int) else token:
-                    clock.tick()
+                    tick()
                 return genai.StreamingStatus.RUNNING
 
             def end(self) -> None:
@@ -106,7 +111,7 @@ class OpenvinoGenaiEngine:
         ids = openvino.Tensor(np.array([prompt], np.int64))
         inputs = genai.TokenizedInputs(ids, openvino.Tensor(np.ones((1, len(prompt)), np.int64)))
         result = self._pipeline.generate(inputs, settings, Streamer())
-        return clock.run(result.tokens[0])
+        return list(result.tokens[0])
 
 
 class LlamaCppEngine:
@@ -119,16 +124,16 @@ class LlamaCppEngine:
             str(path), n_ctx=max_tokens, n_threads=threads, n_threads_batch=threads, logits_all=False, verbose=False
         )
 
-    def run(self, prompt: Sequence[int], num_new: int, prefill: str) -> Run:
+    def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
         """Answer a prompt; see `Engine`."""
-        clock, model, tokens = Clock(), self._model, list[int]()
+        model, tokens = self._model, list[int]()
         model.reset()
         model.eval(list(prompt))
         while True:
             tokens.append(model.sample(temp=0.0))
-            clock.tick()
+            tick()
             if len(tokens) == num_new:
-                return clock.run(tokens)
+                return tokens
             model.eval(tokens[-1:])
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pop_runtime.bench.engines import BundleEngine, Engine
+from pop_runtime.bench.engines import BundleEngine, Engine, timed
 from pop_runtime.bench.peers import PEERS, version_of
 from pop_runtime.errors import PopError
 from pop_runtime.memory import peak_bytes, proportional_bytes
@@ -43,7 +43,8 @@ def _serve(spec: dict[str, Any], answers: Any) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request:
-            answer = dataclasses.asdict(engine.run(request["prompt"], request["num_new"], request["prefill"]))
+            asked = request["prompt"], request["num_new"], request["prefill"]
+            answer = dataclasses.asdict(timed(engine, *asked, spec["clock"]))
         else:
             answer = {"proportional_bytes": proportional_bytes() - before, "peak_bytes": peak_bytes()}
         print(json.dumps(answer), file=answers, flush=True)
