@@ -4,7 +4,7 @@
     pop-bench out/smollm2 --peers "$(python benchmarks/peer_models.py --model smollm2-135m --out build/peers)"
 
 A Hugging Face folder in fp32 and one in bf16 for transformers, one graph per precision by onnxruntime-genai's own
-builder, one for OpenVINO GenAI with `--optimum-cli PATH`, and the checkpoint itself for llama.cpp where it is a GGUF file.
+builder, one for OpenVINO GenAI with `--optimum-cli PATH`, and the checkpoint itself for llama.cpp where it is a GGUF.
 What is there already is left as it is. optimum-intel 2.2 wants an older transformers than pop-export does, so it goes
 into an environment of its own: python -m venv V && V/bin/pip install torch==2.13.0 optimum-intel accelerate.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from pop_export.checkpoint import load_checkpoint
+from pop_export.locate import locate
 
 BUILDER = "onnxruntime_genai.models.builder"
 GENAI_OPTIONS = {
@@ -52,7 +53,7 @@ def main() -> None:
         if not folder.is_dir():
             build_openvino(arguments.optimum_cli, folders["fp32"], folder)
         peers.append(f"openvino-genai={folder}")
-    file = locate(arguments.model)
+    file = locate(arguments.model, offline=False, trust_remote_code=False, allow_pickle=False).path
     if file.suffix == ".gguf":
         peers.append(f"llama-cpp={file}")
     print(",".join(peers))
