@@ -4,8 +4,8 @@
 
 Each graph takes single steps over KV buffers while ONNX Runtime profiles it, the graphs in turns. Of every node the
 shortest of its times counts: what other programs take away only ever adds. Sums are of kernels alone, on one thread
-unless told otherwise; what lies between them is the same code for all. The first graph is what others are compared with;
-it has to state the sizes of its KV buffers.
+unless told otherwise; what lies between them is the same code for all. The others are compared with the first graph, which
+has to state the sizes of its KV buffers.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def table(columns: list[dict[str, float]]) -> str:
     """Return milliseconds of each kind in each graph, the costliest first, and the sums."""
     totals = [sum(column.values()) for column in columns]
     rows = [_row("all kernels", totals), _row("over graph 0", [total / totals[0] * 1e3 for total in totals])]
-    kinds = sorted(
-        {kind for column in columns for kind in column}, key=lambda kind: -max(c.get(kind, 0) for c in columns)
-    )
+    kinds = {kind for column in columns for kind in column}
+    ordered = sorted(kinds, key=lambda kind: -max(column.get(kind, 0.0) for column in columns))
     return "\n".join(rows + [_row(kind, [column.get(kind, 0.0) for column in columns]) for kind in ordered])
 
 
