@@ -4,8 +4,8 @@
 
 Each graph takes single steps over KV buffers while ONNX Runtime profiles it, the graphs in turns. Of every node the
 shortest of its times counts: what other programs take away only ever adds. Sums are of kernels alone, on one thread
-unless told otherwise; what lies between them is the same code for all. The others are compared with the first graph, which
-has to state the sizes of its KV buffers.
+unless told otherwise; what lies between them is the same code for all. The others are compared with the first graph,
+which has to state the sizes of its KV buffers.
 """
 
 from __future__ import annotations

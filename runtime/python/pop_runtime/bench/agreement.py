@@ -10,7 +10,7 @@ import numpy as np
 from pop_runtime.bench.engines import Run
 from pop_runtime.bench.rounds import Line
 
-NUM_PROBES, NUM_NEW = 24, 4
+NUM_PROBES, NUM_NEW = 16, 4
 MOST_TOKENS = 208  # of a probe: more than sink and boundary, so that pruning shows as well
 LEAST_TOP1 = 0.5  # int4 by rounding agrees on about 0.8; another model, or one that is fed wrongly, on next to nothing
 
