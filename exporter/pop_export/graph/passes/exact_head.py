@@ -15,9 +15,8 @@ SMALLEST_STEP = 1e-30  # of a block of zeros
 def exact_head(model: ir.Model, logits: str = "logits") -> int:
     """Feed the product that gives the logits its input twice: rounded as its kernels round it, and what is left.
 
-    Both rows then lose next to nothing: 15 bits of the input count in place of 8. The head reads one position, yet the
-    kernels compute as long as they read: on AVX2 a second row adds a half to nine tenths to the time of an 8-bit head
-    and a half to that of a 4-bit one (docs/results.md).
+    Both rows then lose next to nothing: 15 bits of the input count in place of 8. The head reads one position, and
+    reading its weights takes most of the time: the second row makes SmolLM2's step 3 to 8 % longer (docs/results.md).
 
     Before: `MatMulNBits(x, W)`; after: `Add(Split(MatMulNBits(Concat(r, x - r), W)))`, with
     `r = round(x / s) * s` in blocks of the weight's size and `s` their largest number over 127. A product whose last
