@@ -68,8 +68,8 @@ def load(
 def _verified(folder: Path, manifest: Manifest) -> Iterator[None]:
     """Check every file of a bundle: the weights, by far the largest, while the body opens sessions on them.
 
-    ONNX Runtime thus never parses a graph that was not checked. Nothing is returned from the body, and none of its errors
-    shown, before the weights are found to be whole.
+    ONNX Runtime thus never parses a graph that was not checked. Nothing is returned from the body, and none of its
+    errors shown, before the weights are found to be whole.
     """
     parts: tuple[dict[str, FileEntry], dict[str, FileEntry]] = ({}, {})
     for name, entry in manifest.files.items():

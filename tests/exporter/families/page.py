@@ -28,7 +28,7 @@ Runtime. There is no code per family: transformers' own module code is traced.
 Each figure is the largest logit difference over the largest logit; the bound is 1e-3. The pruned model differs from the
 full one by at least ten times that, and so does, where there is a window, the model without it. Tiny models prove the
 translation, not a checkpoint: every export verifies itself again on the real weights, and a family that is not listed
-is tried and accepted only if that passes. The same in ONNX operators alone: [families-standard.md](families-standard.md).
+is tried and accepted only if that passes. In ONNX operators alone: [families-standard.md](families-standard.md).
 
 Attention is **fused** (`com.microsoft.GroupQueryAttention`) wherever its arithmetic, tried in PyTorch, gives the
 model's own logits. Otherwise the family's own eager attention runs **over the buffer**: right, but it computes scores
