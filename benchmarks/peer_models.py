@@ -3,13 +3,16 @@
     python benchmarks/peer_models.py --model smollm2-135m --out build/peers
     pop-bench out/smollm2 --peers "$(python benchmarks/peer_models.py --model smollm2-135m --out build/peers)"
 
-A Hugging Face folder in fp32 and one in bf16 for transformers, and one graph per precision by onnxruntime-genai's own
-builder. What is there already is left as it is. OpenVINO GenAI and llama.cpp read a GGUF file.
+A Hugging Face folder in fp32 and one in bf16 for transformers, one graph per precision by onnxruntime-genai's own
+builder, one for OpenVINO GenAI with `--optimum-cli PATH`, and the checkpoint itself for llama.cpp where it is a GGUF.
+What is there already is left as it is. optimum-intel 2.2 wants an older transformers than pop-export does, so it goes
+into an environment of its own: python -m venv V && V/bin/pip install torch==2.13.0 optimum-intel accelerate.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,7 @@ from pathlib import Path
 import torch
 
 from pop_export.checkpoint import load_checkpoint
+from pop_export.locate import locate
 
 BUILDER = "onnxruntime_genai.models.builder"
 GENAI_OPTIONS = {
@@ -33,6 +37,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, default=Path("build/peers"))
     parser.add_argument("--genai", default="fp32,int4,int8", help="precisions for onnxruntime-genai; empty for none")
+    parser.add_argument("--optimum-cli", type=Path, metavar="PATH", help="of optimum-intel, for OpenVINO GenAI")
     arguments = parser.parse_args()
     folders = {name: arguments.out / f"hf-{name}" for name in ("fp32", "bf16")}
     if not all(folder.is_dir() for folder in folders.values()):
@@ -43,6 +48,14 @@ def main() -> None:
         if not folder.is_dir():
             build_genai(folders["fp32"], folder, precision)
         peers.append(f"onnxruntime-genai={folder}")
+    if arguments.optimum_cli is not None:
+        folder = arguments.out / "openvino-int8"
+        if not folder.is_dir():
+            build_openvino(arguments.optimum_cli, folders["fp32"], folder)
+        peers.append(f"openvino-genai={folder}")
+    file = locate(arguments.model, offline=False, trust_remote_code=False, allow_pickle=False).path
+    if file.suffix == ".gguf":
+        peers.append(f"llama-cpp={file}")
     print(",".join(peers))
 
 
@@ -63,6 +76,15 @@ def build_genai(source: Path, target: Path, precision: str) -> None:
     """Let onnxruntime-genai build its own graph of a Hugging Face folder; what it prints goes to stderr."""
     command = [sys.executable, "-m", BUILDER, "-m", str(source), "-o", str(target), "-p", precision, "-e", "cpu"]
     subprocess.run([*command, "--extra_options", *GENAI_OPTIONS[precision]], check=True, stdout=sys.stderr)
+
+
+def build_openvino(optimum_cli: Path, source: Path, target: Path) -> None:
+    """Let optimum-intel convert a Hugging Face folder, weights in 8 bits per channel; what it prints goes to stderr."""
+    command = [optimum_cli, "export", "openvino", "-m", source, "--task", "text-generation-with-past"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # packages are its own
+    subprocess.run(
+        [*command, "--weight-format", "int8", target], check=True, stdout=sys.stderr, env=environment
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

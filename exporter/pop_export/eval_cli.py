@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pop_runtime.errors import PopError, UsageError
+from pop_runtime.flags import add_target_flags
 
 if TYPE_CHECKING:
     from pop_export.evaluate import EvalConfig, Evaluation
@@ -23,6 +24,7 @@ examples:
   pop-eval out/smollm2 --data notes.txt --sink-tokens 4 --boundary-tokens 32
   pop-eval out/smollm2 --data notes.txt --against smollm2-135m                  with the damage of quantisation
   pop-eval out/smollm2 --data notes.txt --against smollm2-135m --prefill full   that damage alone
+  pop-eval out/smollm2 --data notes.txt --ep cuda --device 1                    on the second GPU
 
 A window is --context tokens of prompt and --continuation tokens of the same text, which both sides then predict one
 by one. Give text that the bundle was not calibrated on.
@@ -61,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add("--offline", action="store_true", help="never touch the network")
     add("--no-retrieval", action="store_true", help="leave the retrieval task out")
     add("--threads", type=int, metavar="N", help="threads to use (default: one per visible core)")
+    add_target_flags(parser)
     add("--json", action="store_true", help="end stdout with one JSON object")
     return parser
 
@@ -87,7 +90,8 @@ def _run(arguments: argparse.Namespace) -> str:
 
     config = _config(arguments)
     texts = {str(path): read_text(path) for path in arguments.data}
-    model = load(arguments.dir, arguments.threads)
+    ep, device, engine = arguments.ep, arguments.device, arguments.engine
+    model = load(arguments.dir, arguments.threads, ep=ep, device=device, engine=engine)
     if model.tokenizer is None:
         raise UsageError(f"{arguments.dir}: expected a tokenizer to read text, found none; re-run pop-export")
     documents = [encode_document(name, text, model.tokenizer) for name, text in texts.items()]
@@ -122,6 +126,9 @@ def _settings(arguments: argparse.Namespace, config: EvalConfig, model: Model) -
         "data": [str(path) for path in arguments.data],
         "against": arguments.against,
         "threads": model.sessions.threads,
+        "ep": model.sessions.target.ep,
+        "device": model.sessions.target.device,
+        "nodes_by_provider": model.sessions.nodes_by_provider,
         **dataclasses.asdict(config),
     }
 

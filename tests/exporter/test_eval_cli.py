@@ -58,6 +58,18 @@ def test_people_get_a_table_with_a_line_per_file(bundle, data, capsys):
     assert [line.split()[0] for line in lines[1:]] == ["a.txt", "overall"]
 
 
+def test_the_provider_is_the_one_asked_for_or_none(bundle, data, capsys):
+    assert main([str(bundle), "--data", str(data), *SHORT, "--no-retrieval", "--json", "--ep", "cpu"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["ep"], settings["device"]) == ("cpu", 0)
+    assert {name for counts in settings["nodes_by_provider"].values() for name in counts} == {"CPUExecutionProvider"}
+    error = _refused(capsys, bundle, "--data", data, *SHORT, "--ep", "cuda", "--device", "1", code=4)
+    assert "--ep cuda --device 1: expected CUDAExecutionProvider" in error and "pip install 'pop-export[gpu]'" in error
+    assert "--ep: expected one of cpu, cuda" in _refused(capsys, bundle, "--data", data, *SHORT, "--ep", "npu")
+    assert "dialect standard, found ort" in _refused(capsys, bundle, "--data", data, *SHORT, "--ep", "tensorrt")
+    assert "expected an engine for" in _refused(capsys, bundle, "--data", data, *SHORT, "--engine", code=4)
+
+
 def test_windows_over_the_whole_prompt_are_said_to_prune_nothing(bundle, data, capsys):
     assert main([str(bundle), "--data", str(data), *SHORT, "--no-retrieval", "--boundary-tokens", "20"]) == 0
     assert "no prompt token went through the pruned graph" in capsys.readouterr().err

@@ -11,7 +11,10 @@ from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED, Fusion, prepare_at
 from pop_export.graph.passes.flatten_heads import flatten_heads
 from pop_export.graph.passes.fuse_residual_norms import fuse_residual_norms
 from pop_export.graph.passes.pack_projections import pack_projections
+from pop_export.graph.passes.quantize_matmuls import quantize_matmuls
 from pop_export.graph.rope_tables import attach_rope_tables
+from pop_export.quantized_matrix import Scheme
+from pop_export.split_matrix import StoredMatrix
 
 H, H_KV, D, E, S_MAX = 4, 2, 16, 64, 8
 RANDOM = np.random.default_rng(0)
@@ -250,6 +253,32 @@ def test_attention_rotates_by_itself_and_reads_one_packed_product(tmp_path, bias
         written = ir.load(tmp_path / "m.onnx")
         assert _kinds(written) == ["MatMul", *(["Add"] if bias else []), "GroupQueryAttention"]
         np.testing.assert_allclose(_run(written, _used(written, feeds))[0], before, atol=1e-5)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantised_weights_with_16_bit_scales_are_packed_too(symmetric):
+    decode, prefill = _packable()
+    matrices: dict[str, StoredMatrix] = {}
+    for model in (decode, prefill):
+        quantize_matmuls(model, lambda _: Scheme(8, 16, symmetric=symmetric), matrices)
+    assert _kinds(decode).count("Cast") == 4  # three of scales, one of positions
+    feeds = _packable_feeds()
+    before = _run(decode, feeds)[0]
+    assert pack_projections(decode, prefill) == 1
+    for model in (decode, prefill):
+        assert (_kinds(model).count("MatMulNBits"), _kinds(model).count("Cast")) == (1, 2)
+        np.testing.assert_allclose(_run(model, feeds)[0], before, atol=1e-5)
+    assert {name for name in decode.graph.initializers if ".weight." in name} == {
+        f"q.weight.{part}.qkv" for part in ("q", "scales", *([] if symmetric else ["zero_points"]))
+    }
+
+
+def test_quantised_weights_of_which_one_has_scales_of_another_kind_are_not_packed():
+    decode, prefill = _packable()
+    matrices: dict[str, StoredMatrix] = {}
+    for model in (decode, prefill):
+        quantize_matmuls(model, lambda name: Scheme(8, 16 if name != "k.weight" else 32), matrices)
+    assert pack_projections(decode, prefill) == 0
 
 
 def _used(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

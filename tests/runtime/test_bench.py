@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+import pop_runtime
+from pop_runtime.bench import agreement
 from pop_runtime.bench import measure as measuring
 from pop_runtime.bench.cli import main
-from pop_runtime.bench.engines import PEERS, BundleEngine, Peer, Run
+from pop_runtime.bench.engines import CLOCKS, BundleEngine, Run, timed
 from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.bench.measure import Settings, measure
 from pop_runtime.bench.output import table
+from pop_runtime.bench.peers import PEERS, Peer
 from pop_runtime.bench.processes import Worker
-from pop_runtime.bench.rounds import Line, Spread, figures_of, prompt_of, run_rounds
+from pop_runtime.bench.rounds import Line, Sample, Spread, figures_of, prompt_of, ratios_to_peers, run_rounds
 from pop_runtime.errors import BackendError
 from tests.runtime.tiny_bundle import PROMPT, SKIPPED, L, V
 
@@ -50,8 +53,8 @@ def test_the_table_and_the_plot_have_a_line_per_engine(bundle, capsys, tmp_path)
     picture = tmp_path / "first-token.png"
     assert main([str(bundle), *SMALL, "--prefill", "pop", "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert out.count("pop-export, pop prefill") == 2 and "full prefill" not in out
-    assert "memory: both graphs" in out and "1 threads, 2 rounds" in out
+    assert out.count("pop-export, pop prefill  ") == 2 and "full prefill" not in out
+    assert "memory: both graphs" in out and "1 threads, 2 rounds, wall time" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -78,9 +81,17 @@ def test_a_peer_takes_turns_in_a_process_of_its_own(bundle, tmp_path):
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
     settings = Settings(bundle, (8,), 3, 1, 1, ("full",), (("transformers", tmp_path / "hf"),))
-    report, samples = measure(settings, lambda _: None)
+    said: list[str] = []
+    report, samples = measure(settings, said.append)
     assert [sample.label for sample in samples] == ["pop-export, full prefill", "transformers (hf)"]
-    assert all(len(sample.run.step_ms) == 2 for sample in samples)
+    assert all(len(sample.run.step_ms) == 2 and len(sample.run.tokens) == 3 for sample in samples)
+    (ratio,) = report["ours_over_peers"]
+    ours, theirs = (sample.run for sample in samples)
+    assert ratio["first_token"] == pytest.approx(ours.first_ms / theirs.first_ms)
+    exact, other = report["agreement"]
+    assert (exact["top1"], exact["common_tokens"]) == (1, agreement.NUM_NEW)
+    assert other["label"] == "transformers (hf)" and other["top1"] < agreement.LEAST_TOP1  # it is another model
+    assert any(line.startswith("transformers (hf): ") and "is it the same model?" in line for line in said)
     assert report["engines"]["transformers (hf)"]["version"] == f"transformers {transformers.__version__}"
     assert "transformers (hf)" in table(report)
 
@@ -93,6 +104,10 @@ def test_a_peer_takes_turns_in_a_process_of_its_own(bundle, tmp_path):
         (["--prompt-lengths", "61", "--new-tokens", "4"], "--prompt-lengths: expected at most 60 tokens"),
         (["--repeat", "0"], "--repeat: expected at least 1, found 0"),
         (["--prefill", "half"], "prefill: expected 'pop' or 'full', found 'half'"),
+        (["--ep", "npu"], "--ep: expected one of cpu, cuda"),
+        (["--ep", "cpu", "--device", "1"], "--device: expected 0, found 1"),
+        (["--ep", "tensorrt"], "--ep tensorrt: expected a bundle of dialect standard, found ort"),
+        (["--clock", "cpu", "--threads", "2"], "--clock cpu: expected --threads 1"),
         (["--peers", "vllm=x"], "--peers: expected some of transformers, onnxruntime-genai, openvino-genai, llama-cpp"),
     ],
 )
@@ -100,6 +115,26 @@ def test_what_cannot_be_measured_is_refused_before_work(bundle, capsys, flags, m
     assert main([str(bundle), *SMALL, *flags]) == 2
     out, err = capsys.readouterr()
     assert (out, message in err, "loading" in err) == ("", True, False)
+
+
+def test_a_provider_that_is_missing_ends_with_exit_code_4_and_the_line_that_installs_it(bundle, capsys):
+    assert main([str(bundle), *SMALL, "--ep", "cuda"]) == 4
+    out, err = capsys.readouterr()
+    assert out == "" and "loading" not in err and err.count("\n") == 1
+    assert "--ep cuda --device 0: expected CUDAExecutionProvider" in err and "pip install 'pop-export[gpu]'" in err
+
+
+def test_the_provider_is_in_the_report_with_the_nodes_that_it_runs(bundle, capsys):
+    assert main([str(bundle), *SMALL, "--ep", "cpu", "--device", "0", "--prefill", "full", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ep"], report["device"]) == ("cpu", 0)
+    nodes = report["engines"]["pop-export"]["nodes_by_provider"]
+    assert {name for counts in nodes.values() for name in counts} == {"CPUExecutionProvider"}
+
+
+def test_an_engine_that_was_not_compiled_is_asked_for(bundle, capsys):
+    assert main([str(bundle), *SMALL, "--engine"]) == 4
+    assert "expected an engine for --ep cpu" in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkeypatch, tmp_path):
@@ -110,7 +145,8 @@ def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkey
 
 
 def test_an_engine_that_does_not_load_ends_in_one_line(tmp_path):
-    spec = {"engine": "bundle", "path": str(tmp_path), "threads": 1, "low_memory": False, "graphs": "both"}
+    spec = {"engine": "bundle", "path": str(tmp_path), "threads": 1, "low_memory": False, "graphs": "both",
+            "ep": "cpu", "device": 0, "compiled": False, "clock": "wall"}  # fmt: skip
     with pytest.raises(BackendError, match=r"bundle \(.*\): expected an engine that runs, found: .*manifest.json"):
         Worker(spec)
 
@@ -120,9 +156,13 @@ def test_a_process_that_dies_leaves_its_last_line(tmp_path):
         Worker({"engine": "nonsense", "path": str(tmp_path), "threads": 1})
 
 
-def test_a_bundle_answers_with_one_time_per_token(bundle):
-    run = BundleEngine(bundle, 1).run(PROMPT, 5, "pop")
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_bundle_answers_with_one_time_per_token(bundle, clock):
+    run = timed(BundleEngine(bundle, 1), PROMPT, 5, "pop", clock)
     assert run.first_ms > 0 and len(run.step_ms) == 4
+    generation = pop_runtime.load(bundle, threads=1).generate(PROMPT, max_new_tokens=5, ignore_eos=True, temperature=0)
+    list(generation)
+    assert list(run.tokens) == generation.token_ids
 
 
 def test_engines_take_turns_and_the_first_round_does_not_count():
@@ -130,7 +170,7 @@ def test_engines_take_turns_and_the_first_round_does_not_count():
 
     def ask(line: Line, prompt: list[int]) -> Run:
         asked.append((line.label, len(prompt)))
-        return Run(float(len(asked)), (1.0, 9.0, 2.0))
+        return Run(float(len(asked)), (1.0, 9.0, 2.0), (1, 2, 3, 4))
 
     samples = run_rounds(ask, [Line("a", "a"), Line("b", "b")], [prompt_of(4, V), prompt_of(6, V)], 2)
     assert asked == [("a", 4), ("b", 4), ("a", 6), ("b", 6)] * 3
@@ -138,6 +178,37 @@ def test_engines_take_turns_and_the_first_round_does_not_count():
     first = figures_of(samples)[0]
     assert (first.label, first.first_ms, first.step_ms) == ("a", Spread(7, 5, 9), Spread(2, 2, 2))
     assert first.tokens_per_second == 500
+
+
+def test_ratios_compare_the_times_of_one_round():
+    times = {("ours", 1): 10.0, ("theirs", 1): 20.0, ("ours", 2): 90.0, ("theirs", 2): 100.0, ("ours", 3): 3.0,
+             ("theirs", 3): 4.0}  # fmt: skip
+    samples = [
+        Sample(Line(name, name), 8, index, Run(ms, (ms / 5, ms / 5), (1, 2, 3))) for (name, index), ms in times.items()
+    ]
+    (ratio,) = ratios_to_peers(samples, "ours")
+    assert (ratio.label, ratio.peer, ratio.num_prompt) == ("ours", "theirs", 8)
+    assert (ratio.first_token, ratio.per_token) == pytest.approx((0.75, 0.75))  # of 0.5, 0.9 and 0.75
+
+
+def test_agreement_counts_first_tokens_and_those_in_common():
+    answers = {"full": (1, 2, 3, 4), "same": (1, 2, 3, 4), "late": (1, 2, 9, 4), "other": (7, 2, 3, 4)}
+
+    def ask(line: Line, prompt: list[int], num_new: int) -> Run:
+        assert num_new == agreement.NUM_NEW
+        return Run(1.0, (), answers[line.label] if len(prompt) > 1 else answers["full"])
+
+    lines = [Line(name, name) for name in ("same", "late", "other")]
+    found = agreement.agreement_of(ask, lines, Line("full", "full"), [[5], [5, 6]])
+    assert [(entry.top1, entry.common_tokens) for entry in found] == [(1, 4), (1, 3), (0.5, 2)]
+
+
+def test_probes_are_prefixes_that_fit_the_model():
+    probes = agreement.probes_of(range(1000), 64)
+    assert probes[-1] == list(range(60)) and len(probes[0]) == 30
+    assert len(probes) == agreement.NUM_PROBES and all(probe == list(range(len(probe))) for probe in probes)
+    assert agreement.probes_of([4], 64) == [[4]]
+    assert len(agreement.probes_of(range(1000), 8192)[-1]) == agreement.MOST_TOKENS
 
 
 def test_prompts_are_the_same_every_time_and_within_the_vocabulary():

@@ -85,13 +85,19 @@ def make_parser() -> argparse.ArgumentParser:
 
     machine = parser.add_argument_group("machine")
     machine.add_argument("--threads", type=int, metavar="N", help="threads (default: the cores this process may use)")
-    machine.add_argument("--ep", default="cpu", metavar="EP",
-        help="execution provider: cpu, cuda, tensorrt, nv-tensorrt-rtx or openvino (default cpu)")  # fmt: skip
-    machine.add_argument("--device", type=int, default=0, metavar="N", help="which device of it (default 0)")
-    machine.add_argument("--engine", action="store_true", help="run what pop-compile made for this machine")
+    add_target_flags(machine)
     machine.add_argument("--low-memory", action="store_true", help="share more weights, for some speed")
     machine.add_argument("--no-verify", action="store_true", help="do not compare the files' sha256 with the manifest")
     return parser
+
+
+def add_target_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that say where a bundle runs: the same for every command that runs one."""
+    add = parser.add_argument
+    add("--ep", default="cpu", metavar="EP",
+        help="execution provider: cpu, cuda, tensorrt, nv-tensorrt-rtx or openvino (default cpu)")  # fmt: skip
+    add("--device", type=int, default=0, metavar="N", help="which device of it (default 0)")
+    add("--engine", action="store_true", help="run what pop-compile made for this machine")
 
 
 def check_flags(arguments: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from pop_runtime.errors import ModelError
 FORMAT = "pop-bundle"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+MAKER = "pop-export"  # the command that makes bundles
 KV_DTYPES = ("float32", "float16", "bfloat16")
 DIALECTS = ("ort", "standard")  # with ONNX Runtime's own operators, or with those of ONNX alone
 
@@ -231,7 +232,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         ModelError: the first file that is missing, of another size, altered or unreadable.
     """
-    verify_entries(folder, manifest.files, "pop-export")
+    verify_entries(folder, manifest.files, MAKER)
 
 
 def verify_entries(folder: Path, files: dict[str, FileEntry], maker: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -20,7 +22,7 @@ from pop_runtime.conversation import Conversation
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.generate import Generation
 from pop_runtime.kv_cache import allocate_cache
-from pop_runtime.manifest import Manifest, read_manifest, verify_files
+from pop_runtime.manifest import MAKER, FileEntry, Manifest, read_manifest, verify_entries
 from pop_runtime.providers import Target
 from pop_runtime.request import Defaults, Options, check_options, make_request
 from pop_runtime.sampling import unknown_settings
@@ -54,13 +56,32 @@ def load(
     target = Target(ep, device)
     path = Path(folder)
     manifest = read_manifest(path)
-    if verify:
-        verify_files(path, manifest)
-    built = engine_for(path, manifest, target, engine, verify)
-    if built is not None and built.facts.shapes is not None:  # an engine's buffers may be shorter than the model
-        longest = min(manifest.max_positions, built.facts.shapes.max_seq_len)
-        manifest = dataclasses.replace(manifest, max_positions=longest)
-    return Model(path, manifest, open_pair(path, manifest, threads, low_memory, target, built))
+    with _verified(path, manifest) if verify else nullcontext():
+        built = engine_for(path, manifest, target, engine, verify)
+        if built is not None and built.facts.shapes is not None:  # an engine's buffers may be shorter than the model
+            longest = min(manifest.max_positions, built.facts.shapes.max_seq_len)
+            manifest = dataclasses.replace(manifest, max_positions=longest)
+        return Model(path, manifest, open_pair(path, manifest, threads, low_memory, target, built))
+
+
+@contextmanager
+def _verified(folder: Path, manifest: Manifest) -> Iterator[None]:
+    """Check every file of a bundle: the weights, by far the largest, while the body opens sessions on them.
+
+    ONNX Runtime thus never parses a graph that was not checked. Nothing is returned from the body, and none of its
+    errors shown, before the weights are found to be whole.
+    """
+    parts: tuple[dict[str, FileEntry], dict[str, FileEntry]] = ({}, {})
+    for name, entry in manifest.files.items():
+        parts[name == manifest.weights][name] = entry
+    others, weights = parts
+    verify_entries(folder, others, MAKER)
+    with ThreadPoolExecutor(1) as pool:
+        check = pool.submit(verify_entries, folder, weights, MAKER)
+        try:
+            yield
+        finally:
+            check.result()
 
 
 class Model:

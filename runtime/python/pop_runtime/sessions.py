@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pop_runtime.chain import ChainedSession, Link
 from pop_runtime.engine import Engine, find_engine
 from pop_runtime.errors import BackendError, ModelError, UsageError
-from pop_runtime.manifest import Manifest
+from pop_runtime.manifest import Manifest, Segment
 from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on
 from pop_runtime.providers import CPU, HOST, Place, Target, shape_profiles
 
@@ -89,10 +90,17 @@ def open_pair(
 
 
 def open_segments(folder: Path, manifest: Manifest, threads: int) -> SessionPair:
-    """Return both graphs as chains of segments, each of which is one session on the CPU."""
-    opened = [
-        (segment, open_session(folder / segment.graph, threads, SEGMENT_ENTRIES)) for segment in manifest.segments
-    ]
+    """Return both graphs as chains of segments, each of which is one session on the CPU.
+
+    Opening one uses a single thread, so as many are opened at once as there are threads.
+    """
+
+    def open_segment(segment: Segment) -> onnxruntime.InferenceSession:
+        return open_session(folder / segment.graph, threads, SEGMENT_ENTRIES)
+
+    with ThreadPoolExecutor(min(threads, len(manifest.segments))) as pool:
+        sessions = list(pool.map(open_segment, manifest.segments))
+    opened = list(zip(manifest.segments, sessions, strict=True))
     prefill, decode = (
         ChainedSession(
             tuple(Link(at, part.hidden_in, part.hidden_out) for part, at in opened if stage in part.stages),

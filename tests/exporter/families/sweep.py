@@ -1,9 +1,9 @@
-"""Export a tiny model of every decoder family in transformers and write docs/families.md.
+"""Export a tiny model of every decoder family in transformers and write docs/families.md or docs/families-standard.md.
 
     python -m tests.exporter.families.sweep                  all that has no result yet, then the page
     python -m tests.exporter.families.sweep llama gpt_oss    these again
     python -m tests.exporter.families.sweep --page           the page alone
-    python -m tests.exporter.families.sweep --dialect standard   the same in ONNX operators alone; no page, a list
+    python -m tests.exporter.families.sweep --dialect standard   in ONNX operators alone, with a page of its own
 
 Results lie in build/families/<dialect>/<model type>.json; a run that was stopped goes on where it ended.
 """
@@ -30,7 +30,7 @@ from pop_export.quiet import quiet_transformers
 from pop_runtime.errors import PopError
 from tests.exporter.families import proof
 from tests.exporter.families.configs import COMMON_FAMILIES, as_checkpoint, causal_model_types, tiny_family_model
-from tests.exporter.families.page import write_page
+from tests.exporter.families.page import ATTENTION_OPERATOR, write_page
 
 RESULTS = Path("build/families")
 TIME_LIMIT_S = 900
@@ -65,6 +65,7 @@ def _figures(exported: proof.Exported) -> dict[str, Any]:
     ids, form = proof.prompt_ids(), choose_attention(exported.model)
     return {
         "fused": form.fused,
+        "operator": ATTENTION_OPERATOR[exported.manifest.dialect] in exported.decode_ops,
         "why_not_fused": form.reason,
         "windows": [window for window in form.windows if window],
         "unpruned": proof.prove_unpruned(exported, ids),
@@ -140,9 +141,7 @@ def main() -> None:
     for result in results:
         if result["status"] == "proven" and result["windows"] and not _window_counts(result["model_type"]):
             result |= {"status": "failed", "reason": "blind: the same model without its window gives the same logits"}
-    if arguments.dialect == "ort":
-        write_page(results)
-        return
+    write_page(results, arguments.dialect)
     print(Counter(result["status"] for result in results))
     for result in results:
         if result["status"] == "failed":

@@ -12,10 +12,14 @@ from onnx.reference import ReferenceEvaluator
 from pop_runtime.providers import CAPACITY
 from pop_runtime.schedule import Stretch
 from tests.exporter.families import proof
+from tests.exporter.families.configs import COMMON_FAMILIES
+from tests.exporter.families.page import proven_families
+from tests.exporter.families.sweep import TEXT_PARTS
 from tests.exporter.families.test_families import CORE, prove
 
 FAMILIES = (*CORE, "gemma2")  # and one with soft-caps beside its windows
-PAGE = Path(__file__).parents[3] / "docs" / "tensorrt.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "tensorrt.md"
 WRITTEN_OUT = {"gpt_oss", "gemma2"}  # sinks and soft-caps are not in the operator that TensorRT takes
 
 
@@ -26,6 +30,12 @@ def test_the_pair_in_onnx_operators_alone_computes_what_pytorch_does(export_of, 
     fused = model_type in WRITTEN_OUT or CORE[model_type] == "fused"
     assert ("Attention" in exported.decode_ops) == (fused and model_type not in WRITTEN_OUT)
     assert exported.decode_ops.count("TensorScatter") == 2 * proof.num_layers(exported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted({*proven_families()} - {*COMMON_FAMILIES, *FAMILIES}))
+def test_the_pair_of_a_family_that_dialect_ort_proves_computes_what_pytorch_does(export_of, model_type):
+    prove(export_of(TEXT_PARTS.get(model_type, model_type), "standard"))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

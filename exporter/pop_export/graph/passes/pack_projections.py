@@ -54,13 +54,24 @@ def _alike(linears: Sequence[ir.Node]) -> bool:
             for node in linears}  # fmt: skip
     biases = [_bias(node) is not None for node in linears]
     constants = [value for node in linears for value in node.inputs[1:] if value is not None]
+    stored = [_stored(value) for value in constants]
+    cast = {tuple(value is not None and value.producer() is not None for value in node.inputs[1:]) for node in linears}
     return (
         len({(node.domain, node.op_type, node.inputs[0], len(node.inputs)) for node in linears}) == 1
         and first.op_type in ("MatMul", "MatMulNBits")
-        and len(ways) == 1
+        and len(ways) == len(cast) == 1
         and len(set(biases)) == 1
-        and all(value.is_initializer() and len(value.uses()) == 1 for value in constants)
+        and None not in stored
     )
+
+
+def _stored(constant: ir.Value) -> ir.Value | None:
+    """Return the initializer that a constant is, or is cast from (16-bit scales); None if others read it too."""
+    cast = constant.producer()
+    if len(constant.uses()) != 1 or (cast is not None and cast.op_type != "Cast"):
+        return None
+    value = constant if cast is None else cast.inputs[0]
+    return value if value is not None and value.is_initializer() and len(value.uses()) == 1 else None
 
 
 def _bias(linear: ir.Node) -> ir.Node | None:
@@ -77,8 +88,20 @@ def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Valu
     """Put one product, its bias and a `Split` in the place of three."""
     first = linears[0]
     axis = 1 if first.op_type == "MatMul" else 0  # weights are [K, N]; blocks of small integers [N, blocks, ...]
-    constants = [_constant(graph, [node.inputs[index] for node in linears], axis, packed)
-                 for index in range(1, len(first.inputs))]  # fmt: skip
+    constants: list[ir.Value | None] = []
+    casts: list[ir.Node] = []
+    for index in range(1, len(first.inputs)):
+        values = [node.inputs[index] for node in linears]
+        if values[0] is None:
+            constants.append(None)
+            continue
+        stored = [_stored(value) for value in values if value is not None]
+        constants.append(_constant(graph, stored, axis, packed))
+        cast = values[0].producer()
+        if cast is not None:
+            casts.append(ir.node("Cast", [constants[-1]], dict(cast.attributes)))
+            casts[-1].outputs[0].type = values[0].type
+            constants[-1] = casts[-1].outputs[0]
     results = [_bias(node) or node for node in linears]
     sizes = [int(node.outputs[0].shape[-1]) for node in results]  # type: ignore[index, arg-type]
     attributes = dict(first.attributes)
@@ -96,13 +119,15 @@ def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Valu
     lengths = ir.val(f"pop.split.{'_'.join(map(str, sizes))}", const_value=ir.tensor(np.array(sizes, np.int64)))
     lengths = graph.initializers.setdefault(str(lengths.name), lengths)
     split = ir.node("Split", [new[-1].outputs[0], lengths], {"axis": -1}, num_outputs=len(sizes))
-    graph.insert_before(linears[0], [*new, split])
+    graph.insert_before(linears[0], [*casts, *new, split])
     for result, part in zip(results, split.outputs, strict=True):
         old, name = result.outputs[0], result.outputs[0].name
         part.type, part.shape = old.type, old.shape
         ir.convenience.replace_all_uses_with(old, part)
         old.name, part.name = None, name
     removed = [node for pair in zip(results, linears, strict=True) for node in dict.fromkeys(pair)]
+    removed += [cast for node in linears for value in node.inputs[1:]
+                if value is not None and (cast := value.producer()) is not None]  # fmt: skip
     inputs = [value for node in removed for value in node.inputs if value is not None and value.is_initializer()]
     for node in removed:
         graph.remove(node, safe=True)

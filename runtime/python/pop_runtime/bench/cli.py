@@ -8,10 +8,11 @@ import json
 import sys
 from pathlib import Path
 
-from pop_runtime.bench.engines import PEERS
-from pop_runtime.bench.measure import Settings, measure
 from pop_runtime.bench.output import plot, table, write_csv
+from pop_runtime.bench.peers import PEERS
 from pop_runtime.errors import BackendError, PopError, UsageError
+from pop_runtime.flags import add_target_flags
+from pop_runtime.providers import Target
 
 _EXAMPLES = """\
 examples:
@@ -20,7 +21,9 @@ examples:
   pop-bench out/smollm2 --peers transformers=./hf,onnxruntime-genai=./genai-int4 --json --csv samples.csv
 
 A peer is given with what it loads; the package and, if it has none, the way to make its model are named when they are
-missing. exit codes: 0 done, 2 usage, 3 bundle, 4 an engine that does not run
+missing. Peers run on the CPU whatever --ep is. That all compute the same model is shown by their greedy answers.
+
+exit codes: 0 done, 2 usage, 3 bundle, 4 an engine that does not run
 """
 
 
@@ -49,9 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int, metavar="N", default=64, help="tokens of each answer (default %(default)s)")
     add("--repeat", type=int, metavar="N", default=5, help="rounds that count, after one to warm up (default 5)")
     add("--threads", type=int, metavar="N", help="of every engine (default: the cores this process may use)")
+    add("--clock", choices=("wall", "cpu"), default="wall",
+        help="cpu: time of the one thread, for a machine that others use (default wall)")  # fmt: skip
     add("--prefill", metavar="KIND,...", default="pop,full", help="pop, full or both (default %(default)s)")
     add("--peers", metavar="NAME=PATH,...", default="", help=f"other engines and their models: {', '.join(PEERS)}")
     add("--low-memory", action="store_true", help="share the weights between prefill and decode, as pop-run does")
+    add_target_flags(parser)
     add("--csv", type=Path, metavar="FILE", help="write every sample")
     add("--plot", type=Path, metavar="FILE", help="draw the time to first token over the prompt length")
     add("--json", action="store_true", help="print one JSON object instead of the table")
@@ -60,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> None:
     """Check, measure, show."""
+    from pop_runtime.bench.measure import Settings, measure  # here, so that --help needs no onnxruntime
+
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BackendError("--plot: expected the package matplotlib, found none; pip install matplotlib")
     settings = Settings(
@@ -71,6 +79,9 @@ def _run(arguments: argparse.Namespace) -> None:
         prefills=tuple(part.strip() for part in arguments.prefill.split(",")),
         peers=_peers(arguments.peers),
         low_memory=arguments.low_memory,
+        target=Target(arguments.ep, arguments.device),
+        compiled=arguments.engine,
+        clock=arguments.clock,
     )
     report, samples = measure(settings, lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.csv is not None:

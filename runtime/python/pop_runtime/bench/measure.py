@@ -11,16 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pop_runtime.bench.engines import PEERS, Run
+from pop_runtime.bench.agreement import LEAST_TOP1, TEXT, agreement_of, probes_of
+from pop_runtime.bench.engines import Run
 from pop_runtime.bench.limit import PromptWork, speedup_limit
+from pop_runtime.bench.peers import PEERS
 from pop_runtime.bench.processes import Worker
-from pop_runtime.bench.rounds import Figures, Line, Sample, figures_of, prompt_of, run_rounds
+from pop_runtime.bench.rounds import Figures, Line, Sample, figures_of, prompt_of, ratios_to_peers, run_rounds
 from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Manifest, read_manifest
+from pop_runtime.open_provider import require_provider
+from pop_runtime.providers import CPU, Target
 from pop_runtime.sequence import check_prefill
-from pop_runtime.sessions import visible_cores
+from pop_runtime.sessions import require_dialect, visible_cores
+from pop_runtime.text import encode, open_tokenizer
 
 MEMORY_TOKENS = 128  # prompt after which memory is read
+OURS = "pop-export"  # worker of the bundle
 
 
 @dataclass(frozen=True)
@@ -35,15 +41,22 @@ class Settings:
     prefills: tuple[str, ...] = ("pop", "full")
     peers: tuple[tuple[str, Path | None], ...] = ()
     low_memory: bool = False
+    target: Target = CPU
+    compiled: bool = False  # run what pop-compile made
+    clock: str = "wall"  # key of engines.CLOCKS
 
     def check(self, manifest: Manifest) -> None:
-        """Raise UsageError for the first setting that cannot be measured."""
+        """Raise UsageError for the first setting that cannot be measured, BackendError without the provider."""
+        require_dialect(manifest, self.target)
+        require_provider(self.target)
         for kind in self.prefills:
             check_prefill(kind)
         counts = {"--new-tokens": self.num_new, "--repeat": self.num_rounds, "--threads": self.threads}
         for flag, count in (*counts.items(), *(("--prompt-lengths", length) for length in self.prompt_lengths)):
             if count is not None and count < 1:
                 raise UsageError(f"{flag}: expected at least 1, found {count}")
+        if self.clock == "cpu" and self.threads != 1:
+            raise UsageError("--clock cpu: expected --threads 1, since the time of all threads is counted; add it")
         if max(self.prompt_lengths) + self.num_new > manifest.max_positions:
             raise UsageError(
                 f"--prompt-lengths: expected at most {manifest.max_positions - self.num_new} tokens, so that "
@@ -82,16 +95,22 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
             say(f"loading {name}")
             workers[name] = stack.enter_context(Worker(spec))
 
-        def ask(line: Line, prompt: list[int]) -> Run:
-            say(f"{line.label}, {len(prompt)} tokens")
-            answer = workers[line.worker].ask(prompt=prompt, num_new=settings.num_new, prefill=line.prefill)
-            return Run(answer["first_ms"], tuple(answer["step_ms"]))
+        def ask(line: Line, prompt: list[int], num_new: int = settings.num_new) -> Run:
+            answer = workers[line.worker].ask(prompt=prompt, num_new=num_new, prefill=line.prefill)
+            return Run(answer["first_ms"], tuple(answer["step_ms"]), tuple(answer["tokens"]))
 
-        samples = run_rounds(ask, lines, prompts, settings.num_rounds)
-        engines = {
-            name: {"version": worker.version, "load_ms": worker.load_ms, **worker.ask()}
-            for name, worker in workers.items()
-        }
+        def ask_aloud(line: Line, prompt: list[int]) -> Run:
+            say(f"{line.label}, {len(prompt)} tokens")
+            return ask(line, prompt)
+
+        say("agreement")
+        probes = _probes(settings.folder, manifest)
+        agreements = agreement_of(ask, lines, Line("full", OURS), probes)
+        for found in agreements:
+            if found.top1 < LEAST_TOP1:
+                say(f"{found.label}: {found.top1:.0%} of the likeliest tokens are the bundle's: is it the same model?")
+        samples = run_rounds(ask_aloud, lines, prompts, settings.num_rounds)
+        engines = {name: {**worker.facts, **worker.ask()} for name, worker in workers.items()}
     figures = figures_of(samples)
     report = {
         "bundle": str(settings.folder),
@@ -101,13 +120,18 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
         "num_layers": manifest.plan.num_layers,
         "windows": dataclasses.asdict(manifest.windows),
         "threads": threads,
+        "clock": settings.clock,
         "num_new_tokens": settings.num_new,
         "num_rounds": settings.num_rounds,
         "low_memory": settings.low_memory,
+        "ep": settings.target.ep,
+        "device": settings.target.device,
         "engines": engines,
         "missing": missing,
+        "agreement": [dataclasses.asdict(found) for found in agreements],
         "figures": [dataclasses.asdict(figure) for figure in figures],
         "pruned_against_full": _ratios(settings, manifest, figures),
+        "ours_over_peers": [dataclasses.asdict(ratio) for ratio in ratios_to_peers(samples, OURS)],
         "memory": memory,
     }
     return report, samples
@@ -132,21 +156,31 @@ def _label(name: str, path: Path | None) -> str:
 def _lines(settings: Settings, threads: int, missing: list[str]) -> tuple[list[Line], dict[str, dict[str, Any]]]:
     """Return the lines to measure and, by worker, what each process loads."""
     bundle = _bundle_spec(settings, threads)
-    lines = [Line(f"pop-export, {kind} prefill", "pop-export", kind) for kind in settings.prefills]
-    specs = {"pop-export": bundle}
+    lines = [Line(f"pop-export, {kind} prefill", OURS, kind) for kind in settings.prefills]
+    specs = {OURS: bundle}
     for name, path in settings.peers:
         label = _label(name, path)
         if label not in missing:
             lines.append(Line(label, label))
             most = max(settings.prompt_lengths) + settings.num_new
-            specs[label] = {"engine": name, "path": str(path), "threads": threads, "max_tokens": most}
+            own = {"engine": name, "path": str(path), "max_tokens": most}
+            specs[label] = {**own, "threads": threads, "clock": settings.clock}
     return lines, specs
 
 
 def _bundle_spec(settings: Settings, threads: int, graphs: str = "both") -> dict[str, Any]:
-    path = str(settings.folder)
-    low_memory = settings.low_memory
-    return {"engine": "bundle", "path": path, "threads": threads, "low_memory": low_memory, "graphs": graphs}
+    return {
+        "engine": "bundle", "path": str(settings.folder), "threads": threads, "low_memory": settings.low_memory,
+        "clock": settings.clock, "graphs": graphs, "compiled": settings.compiled, **dataclasses.asdict(settings.target),
+    }  # fmt: skip
+
+
+def _probes(folder: Path, manifest: Manifest) -> list[list[int]]:
+    """Return prompts of plain text; of random ids where the bundle has no tokenizer."""
+    if manifest.tokenizer is None:
+        return probes_of(prompt_of(256, manifest.vocab_size), manifest.max_positions)
+    tokenizer = open_tokenizer(folder / manifest.tokenizer)
+    return probes_of(encode(tokenizer, TEXT, add_special_tokens=False), manifest.max_positions)
 
 
 def _memory(settings: Settings, manifest: Manifest, threads: int) -> dict[str, Any]:
@@ -161,7 +195,7 @@ def _memory(settings: Settings, manifest: Manifest, threads: int) -> dict[str, A
             worker.ask(prompt=prompt, num_new=2, prefill="full")
             if graphs == "both":
                 worker.ask(prompt=prompt, num_new=2, prefill="pop")
-            found[name] = {**worker.ask(), "load_ms": worker.load_ms}
+            found[name] = {**worker.ask(), "load_ms": worker.facts["load_ms"]}
     ratio = found["both_graphs"]["proportional_bytes"] / found["one_graph"]["proportional_bytes"]
     return {**found, "both_over_one": ratio}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pop_runtime.bench.agreement import NUM_NEW
 from pop_runtime.bench.rounds import Sample
 
 
@@ -26,6 +27,17 @@ def table(report: dict[str, Any]) -> str:
             f"{ratio['num_prompt']} tokens: pruned {ratio['measured']:.2f} x as fast to the first token as full; "
             f"counting work allows {limit}"
         )
+    for ratio in report["ours_over_peers"]:
+        step = "" if ratio["per_token"] is None else f", a token {ratio['per_token']:.2f}"
+        rows.append(
+            f"{ratio['num_prompt']} tokens: {ratio['label']} over {ratio['peer']}: first token "
+            f"{ratio['first_token']:.2f}{step}"
+        )
+    for found in report["agreement"]:
+        rows.append(
+            f"{found['label']}: {found['top1']:.0%} of {found['num_probes']} likeliest tokens are the exact bundle's, "
+            f"{found['common_tokens']:.1f} of {NUM_NEW} greedy tokens in common"
+        )
     memory = report["memory"]
     rows.append(
         f"memory: both graphs {_mb(memory['both_graphs'])}, the decode graph alone {_mb(memory['one_graph'])}: "
@@ -34,7 +46,9 @@ def table(report: dict[str, Any]) -> str:
     for name, engine in report["engines"].items():
         rows.append(f"{name}: {engine['version']}, loaded in {engine['load_ms']:.0f} ms, {_mb(engine)}")
     rows += [f"missing: {entry['peer']}: {entry['reason']}" for entry in report["missing"]]
-    rows.append(f"{report['threads']} threads, {report['num_rounds']} rounds: median (least - greatest)")
+    rows.append(
+        f"{report['threads']} threads, {report['num_rounds']} rounds, {report['clock']} time: median (least - greatest)"
+    )
     return "\n".join(rows)
 
 

@@ -27,8 +27,7 @@ class Worker:
             [sys.executable, "-m", WORKER, json.dumps(spec)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
         )  # fmt: skip
-        loaded = self._answer()
-        self.version, self.load_ms = str(loaded["version"]), float(loaded["load_ms"])
+        self.facts = self._answer()  # version, load_ms and, of a bundle, nodes_by_provider
 
     def __enter__(self) -> Worker:
         return self

@@ -26,10 +26,15 @@ class Line:
 class Sample:
     """One answer of one engine."""
 
-    label: str
+    line: Line
     num_prompt: int
     round: int
     run: Run
+
+    @property
+    def label(self) -> str:
+        """Of the line."""
+        return self.line.label
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,17 @@ class Figures:
     tokens_per_second: float | None  # 1000 / median step
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """Our times over a peer's for prompts of one length: medians of the rounds' own ratios."""
+
+    label: str  # of ours
+    peer: str
+    num_prompt: int
+    first_token: float
+    per_token: float | None  # None where one token was asked for
+
+
 def prompt_of(num_tokens: int, vocab_size: int) -> list[int]:
     """Return random token ids, the same for every engine: their times do not depend on what they read."""
     return np.random.default_rng(num_tokens).integers(min(FIRST_ID, vocab_size - 1), vocab_size, num_tokens).tolist()
@@ -70,7 +86,7 @@ def run_rounds(
             for line in lines:
                 run = ask(line, prompt)
                 if index:
-                    samples.append(Sample(line.label, len(prompt), index, run))
+                    samples.append(Sample(line, len(prompt), index, run))
     return samples
 
 
@@ -92,3 +108,25 @@ def _figures(label: str, num_prompt: int, runs: Sequence[Run]) -> Figures:
 
 def _spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values))
+
+
+def ratios_to_peers(samples: Sequence[Sample], ours: str) -> list[Ratio]:
+    """Return the ratios of each of our lines to each peer; both times of a ratio are from the same round.
+
+    Args:
+        samples: of all rounds.
+        ours: worker whose lines are ours; theirs are all others.
+    """
+    by_place = {(sample.line, sample.num_prompt, sample.round): sample.run for sample in samples}
+    lines = list(dict.fromkeys(sample.line for sample in samples))
+    lengths = list(dict.fromkeys(sample.num_prompt for sample in samples))
+    rounds = sorted({sample.round for sample in samples})
+    found = []
+    for line in (line for line in lines if line.worker == ours):
+        for peer in (peer for peer in lines if peer.worker != ours):
+            for length in lengths:
+                pairs = [(by_place[line, length, index], by_place[peer, length, index]) for index in rounds]
+                first = median(our.first_ms / their.first_ms for our, their in pairs)
+                steps = [median(our.step_ms) / median(their.step_ms) for our, their in pairs if our.step_ms]
+                found.append(Ratio(line.label, peer.label, length, first, median(steps) if steps else None))
+    return found

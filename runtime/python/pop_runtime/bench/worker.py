@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pop_runtime.bench.engines import PEERS, BundleEngine, Engine, version_of
+from pop_runtime.bench.engines import BundleEngine, Engine, timed
+from pop_runtime.bench.peers import PEERS, version_of
 from pop_runtime.errors import PopError
 from pop_runtime.memory import peak_bytes, proportional_bytes
 
@@ -36,28 +37,32 @@ def main() -> int:
 def _serve(spec: dict[str, Any], answers: Any) -> None:
     """Load the engine and answer requests."""
     before, started = proportional_bytes(), time.perf_counter()
-    engine, version = _load(spec)
+    engine, facts = _load(spec)
     load_ms = (time.perf_counter() - started) * 1e3
-    print(json.dumps({"version": version, "load_ms": load_ms}), file=answers, flush=True)
+    print(json.dumps({**facts, "load_ms": load_ms}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if request:
-            answer = dataclasses.asdict(engine.run(request["prompt"], request["num_new"], request["prefill"]))
+            asked = request["prompt"], request["num_new"], request["prefill"]
+            answer = dataclasses.asdict(timed(engine, *asked, spec["clock"]))
         else:
             answer = {"proportional_bytes": proportional_bytes() - before, "peak_bytes": peak_bytes()}
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _load(spec: dict[str, Any]) -> tuple[Engine, str]:
-    """Return the engine and its version."""
+def _load(spec: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
+    """Return the engine and what the report says of it."""
     path, threads = Path(spec["path"]), spec["threads"]
     if spec["engine"] == "bundle":
         import onnxruntime
 
-        engine = BundleEngine(path, threads, spec["low_memory"], spec["graphs"])
-        return engine, f"onnxruntime {onnxruntime.__version__}"
+        names = ("low_memory", "graphs", "ep", "device", "compiled")
+        engine = BundleEngine(path, threads, **{name: spec[name] for name in names})
+        version = f"onnxruntime {onnxruntime.__version__}"
+        return engine, {"version": version, "nodes_by_provider": engine.nodes_by_provider}
     peer = PEERS[spec["engine"]]
-    return peer.load(path, threads, spec["max_tokens"]), f"{peer.package} {version_of(peer.package)}"
+    version = f"{peer.package} {version_of(peer.package)}"
+    return peer.load(path, threads, spec["max_tokens"]), {"version": version}
 
 
 if __name__ == "__main__":
