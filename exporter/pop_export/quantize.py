@@ -10,10 +10,12 @@ import numpy as np
 import onnx_ir as ir
 from transformers import PreTrainedModel
 
+from pop_export.channel_matrix import ChannelScheme
 from pop_export.decoder import num_layers_of
 from pop_export.graph.cut import surrogate_name
 from pop_export.graph.passes.exact_head import exact_head
 from pop_export.graph.passes.exact_kernels import exact_kernels
+from pop_export.graph.passes.multiply_dynamically import multiply_dynamically
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
@@ -32,8 +34,10 @@ NARROWED_SUFFIX = ".kv"  # ends the name of the rows of a fused weight that pref
 class Schemes:
     """How each kind of weight is quantised."""
 
-    dense: Scheme
-    key_value: Scheme  # K and V projections and surrogates: a skipped layer is nothing but these, and small
+    dense: Scheme | ChannelScheme
+    key_value: (
+        Scheme | ChannelScheme
+    )  # K and V projections and surrogates: a skipped layer is nothing but these, and small
     embedding: AnyScheme  # the embedding and the head, often one matrix
 
 
@@ -47,8 +51,10 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """What the manifest calls it: bits, block size and method of the dense weights."""
+        """What the manifest calls it: kind of product or block size, and method of the dense weights."""
         dense = self.schemes.dense
+        if isinstance(dense, ChannelScheme):
+            return f"int8-dynamic-{dense.method}"
         kind = dense.method if dense.method != "rtn" else "symmetric" if dense.symmetric else "asymmetric"
         return f"int{dense.bits}-block{dense.block_size}-{kind}"
 
@@ -95,12 +101,15 @@ def quantize_pair(
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
     schemes_read = {name: scheme_of(name) for name in read}
     fitted = {
-        name: found for name, found in schemes_read.items() if isinstance(found, Scheme) and found.method == "gptq"
+        name: found
+        for name, found in schemes_read.items()
+        if isinstance(found, Scheme | ChannelScheme) and found.method == "gptq"
     }
     for graph in (decode, prefill):
         quantize_embedding(graph, scheme_of, matrices)
         if graph is decode and fitted:
             matrices |= quantize_layers(model, fitted, samples, matrices)
+        multiply_dynamically(graph, scheme_of, matrices)
         quantize_matmuls(graph, scheme_of, matrices)
     exact_head(decode)
     exact_kernels(prefill)  # over many tokens they are not slower: docs/experiments.md

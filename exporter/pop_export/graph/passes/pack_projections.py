@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from pop_export.graph.passes.flatten_heads import projections_of
+from pop_export.graph.passes.multiply_dynamically import OP_TYPE as DYNAMIC
 
 SUFFIX = ".qkv"  # a packed weight is called after that of Q
 
@@ -56,7 +57,7 @@ def _alike(linears: Sequence[ir.Node]) -> bool:
     constants = [value for node in linears for value in node.inputs[1:] if value is not None]
     return (
         len({(node.domain, node.op_type, node.inputs[0], len(node.inputs)) for node in linears}) == 1
-        and first.op_type in ("MatMul", "MatMulNBits")
+        and first.op_type in ("MatMul", "MatMulNBits", DYNAMIC)
         and len(ways) == 1
         and len(set(biases)) == 1
         and all(value.is_initializer() and len(value.uses()) == 1 for value in constants)
@@ -76,7 +77,7 @@ def _bias(linear: ir.Node) -> ir.Node | None:
 def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Value]) -> None:
     """Put one product, its bias and a `Split` in the place of three."""
     first = linears[0]
-    axis = 1 if first.op_type == "MatMul" else 0  # weights are [K, N]; blocks of small integers [N, blocks, ...]
+    axis = 0 if first.op_type == "MatMulNBits" else -1  # blocks are [N, blocks, ...]; else weights are [K, N] or [N]
     constants = [_constant(graph, [node.inputs[index] for node in linears], axis, packed)
                  for index in range(1, len(first.inputs))]  # fmt: skip
     results = [_bias(node) or node for node in linears]
@@ -117,6 +118,7 @@ def _constant(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, pac
     name = f"{next(value.name for value in values if value is not None)}{SUFFIX}"
     if name not in packed:
         shape = tensors[0].shape.numpy()
+        axis %= len(shape)
         joined = (*shape[:axis], sum(tensor.shape.numpy()[axis] for tensor in tensors), *shape[axis + 1 :])
 
         def join() -> ir.Tensor:
