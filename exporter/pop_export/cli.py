@@ -108,7 +108,8 @@ def parser() -> argparse.ArgumentParser:
         help="ort: with ONNX Runtime's own operators, the fastest on a CPU; standard: those of ONNX opset 24 alone, "
         "for TensorRT and any other ONNX runtime (default %(default)s)")  # fmt: skip
     add("--precision", choices=get_args(Precision),
-        help="of the weights: 32 or 16 bits, or blocks of 8 or 4 bits (default %(default)s)")  # fmt: skip
+        help="of the weights: 32 or 16 bits, or blocks of 8 or 4 bits; int8-dynamic multiplies in integers, for the "
+        "fastest prefill on a CPU (default %(default)s)")  # fmt: skip
     add("--block-size", type=int, metavar="N",
         help="int8, int4: weights that share a scale: 16 to 256 (default 16 for int8, 32 for int4)")  # fmt: skip
     symmetry = precision.add_mutually_exclusive_group()
@@ -117,9 +118,9 @@ def parser() -> argparse.ArgumentParser:
     symmetry.add_argument("--asymmetric", dest="symmetric", action="store_false", default=None,
         help="int8, int4: a zero point per block (default for int4)")  # fmt: skip
     add("--quantizer", choices=get_args(Quantizer),
-        help="int8, int4: find scales from the weights alone, rounding to nearest (rtn, the default for int8) or by "
-        "ONNX Runtime's k_quant and, for int4, hqq; or fit weights to text layer after layer (gptq, for int4 the "
-        "default, takes minutes)")  # fmt: skip
+        help="int8, int4, int8-dynamic: find scales from the weights alone, rounding to nearest (rtn, the default for "
+        "8 bits) or by ONNX Runtime's k_quant (int8, int4) and hqq (int4); or fit weights to text layer after layer "
+        "(gptq, for int4 the default, takes minutes)")  # fmt: skip
     parser.set_defaults(**{name: defaults[name] for name in defaults if name not in ("model", "out")})
     return parser
 

@@ -12,8 +12,11 @@ from pop_runtime.errors import UsageError
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
 Dialect = Literal["ort", "standard"]
-Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
-NUM_BITS: dict[Precision, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}  # of a weight
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "int8-dynamic"]
+BLOCKWISE: tuple[Precision, ...] = ("int8", "int4")  # weights in blocks that share a scale
+QUANTIZED: tuple[Precision, ...] = (*BLOCKWISE, "int8-dynamic")
+# Of a weight:
+NUM_BITS: dict[Precision, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int8-dynamic": 8}
 Quantizer = Literal["gptq", "rtn", "k_quant", "hqq"]
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # all that ONNX Runtime's quantisers and kernels take (1.32)
 
@@ -61,7 +64,7 @@ class ExportConfig:
     dialect: Dialect = "ort"  # of the graphs: ONNX Runtime's operators too, or those of ONNX alone
     precision: Precision = "fp32"
     block_size: int | None = None  # weights that share a scale; None: as `precision.schemes_for` chooses
-    quantizer: Quantizer | None = None  # None: rtn for int8, for int4 gptq, which alone fits to text
+    quantizer: Quantizer | None = None  # None: gptq, which fits to text, for int4; rtn for 8 bits
     symmetric: bool | None = None  # None: symmetric for int8, asymmetric for int4
 
     threads: int | None = None  # None: one per visible core
@@ -140,22 +143,27 @@ class ExportConfig:
             raise UsageError(f"--precision: expected one of {', '.join(get_args(Precision))}, found {self.precision}")
         if self.dialect not in get_args(Dialect):
             raise UsageError(f"--dialect: expected one of {', '.join(get_args(Dialect))}, found {self.dialect}")
-        if self.dialect == "standard" and self.precision in ("int8", "int4"):
+        if self.dialect == "standard" and self.precision in QUANTIZED:
             raise UsageError(
                 f"--precision: expected fp32, fp16 or bf16 with --dialect standard, found {self.precision}, whose "
                 "products are ONNX Runtime's own; use --dialect ort"
             )
-        if self.precision not in ("int8", "int4"):
-            for flag, is_set in (
-                ("--block-size", self.block_size),
-                ("--symmetric", self.symmetric),
-                ("--quantizer", self.quantizer),
-            ):
-                if is_set is not None:
-                    raise UsageError(f"{flag}: expected --precision int8 or int4 with it, found {self.precision}")
+        for flag, is_set, takers in (
+            ("--block-size", self.block_size, BLOCKWISE),
+            ("--symmetric", self.symmetric, BLOCKWISE),
+            ("--quantizer", self.quantizer, QUANTIZED),
+        ):
+            if is_set is not None and self.precision not in takers:
+                wanted = f"{', '.join(takers[:-1])} or {takers[-1]}"
+                raise UsageError(f"{flag}: expected --precision {wanted} with it, found {self.precision}")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise UsageError(
                 f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}, found {self.block_size}"
+            )
+        if self.precision == "int8-dynamic" and self.quantizer in ("k_quant", "hqq"):
+            raise UsageError(
+                f"--quantizer {self.quantizer}: expected gptq or rtn with --precision int8-dynamic, whose weights have "
+                "no blocks; leave it out"
             )
         if self.quantizer == "hqq" and self.precision == "int8":
             raise UsageError("--quantizer hqq: expected --precision int4 with it, found int8; leave it out")

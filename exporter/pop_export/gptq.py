@@ -7,25 +7,29 @@ import torch
 from torch import Tensor
 
 from pop_export.block_scales import find_scales
+from pop_export.channel_matrix import CODE_BITS, ChannelMatrix, ChannelScheme, from_channel_codes
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme, from_codes, stored_scales
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper
 MAX_ROWS = 16384  # rounded at once: an embedding has many, and each needs working memory
 
 
-def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme) -> QuantizedMatrix:
+def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme | ChannelScheme) -> QuantizedMatrix | ChannelMatrix:
     """Return a weight quantised so that `(W - Q) H (W - Q)^T` is small.
 
     Args:
         weight: [N, K] float32.
         hessian: [K, K] float32, sum of x x^T over inputs x; its inputs that are never used count as rounding freely.
-        scheme: bits, block size and symmetry.
+        scheme: bits, block size and symmetry, or a scale per channel.
 
     Source: Frantar et al., "GPTQ", arXiv:2210.17323, algorithm 1, with a scale searched per block when its turn comes;
     a weight counts there what its input's square sums to.
     """
     inverse = _inverse_factor(hessian)  # [K, K] upper
     importance = hessian.diagonal().clamp(min=1e-12)
+    if isinstance(scheme, ChannelScheme):
+        codes, scales, _ = _rounded(weight, inverse, importance, Scheme(CODE_BITS, weight.shape[1]))
+        return from_channel_codes(codes, scales[:, 0])
     parts = [_rounded(rows, inverse, importance, scheme) for rows in weight.split(MAX_ROWS)]
     return from_codes(scheme, weight.shape[1], *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))
 

@@ -33,7 +33,7 @@ from pop_export.graph.fuse import prepare_attention
 from pop_export.half_precision import require_finite
 from pop_export.plan_lab import PlanLab, TrialSettings
 from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
-from pop_export.precision_damage import OriginalScores, original_scores, precision_damage
+from pop_export.precision_damage import OriginalScores, original_scores, precision_damage, require_small_damage
 from pop_export.quality import fit_summary, measuring_text, quality_summary
 from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit
@@ -133,6 +133,8 @@ def export(config: ExportConfig) -> Bundle:
         with watch.stage("measure", "measuring speed and damage"):
             speed = measure_speed(folder, manifest, config.threads)
             damage = None if original is None else precision_damage(folder, manifest, original, config.threads)
+            if damage is not None and config.precision == "int8-dynamic":
+                require_small_damage(damage)
         manifest = _with_texts(folder, manifest, checkpoint)
         with watch.stage("sample", "generating sample answers"):
             answers = sample_answers(Model(folder, manifest, open_pair(folder, manifest, config.threads)))

@@ -12,7 +12,8 @@ import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
-from pop_export.config import ExportConfig
+from pop_export.channel_matrix import ChannelScheme
+from pop_export.config import QUANTIZED, ExportConfig
 from pop_export.half_precision import cast_weights, require_kernels, rounded_weights
 from pop_export.quantize import Quantization, Schemes, quantize_pair, stored_plan
 from pop_export.quantized_matrix import Method, Scheme
@@ -21,7 +22,8 @@ from pop_export.split_matrix import SplitScheme
 from pop_export.stored_weights import stored_weights
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-DEFAULT_QUANTIZER: dict[str, Method] = {"int8": "rtn", "int4": "gptq"}  # fitting gains nothing in 8 bits
+# fitting gains nothing in 8 bits
+DEFAULT_QUANTIZER: dict[str, Method] = {"int8": "rtn", "int4": "gptq", "int8-dynamic": "rtn"}
 KEY_VALUE_BITS: Literal[8] = 8  # K and V of a skipped layer are all that the prompt leaves there
 
 
@@ -93,9 +95,12 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
     activations. int4 has zero points, which cost an eighth of a bit and take a fifth off the squared error, and keeps 8
     bits where they bring most: in K and V and in the rows of frequent tokens, which embedding and head share.
     """
-    if config.precision not in ("int8", "int4"):
+    if config.precision not in QUANTIZED:
         return None
     method = config.quantizer or DEFAULT_QUANTIZER[config.precision]
+    if config.precision == "int8-dynamic":
+        channels = ChannelScheme("gptq" if method == "gptq" else "rtn")
+        return Schemes(channels, channels, Scheme(8, 32))  # the head reads one position: it has time to be exact
     if config.precision == "int8":
         dense = Scheme(8, config.block_size or 16, method, config.symmetric is not False)
         # `exact_head` gives the head exact inputs, so that smaller blocks would gain it nothing

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from pop_export.decoder import cache_argument, position_arguments
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime import sequence as runtime_sequence
+from pop_runtime.errors import GateError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.schedule import Stretch, plan_turn
@@ -20,6 +21,9 @@ from pop_runtime.sessions import open_pair
 
 MAX_WINDOWS = 8
 MAX_SCORED_TOKENS = 32  # predictions compared per window, after its prompt
+# Nats per token that activations and weights rounded to 8 bits may cost: int4's weights cost 0.18 where they are not
+# fitted to text. A model beyond that has activations that 8 bits cannot hold.
+MAX_DYNAMIC_KL = 0.25
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,19 @@ def precision_damage(
         pruning_kl_nats=mean_kl(original.full, original.pruned),
         both_kl_nats=mean_kl(original.full, pruned),
     )
+
+
+def require_small_damage(damage: PrecisionDamage) -> None:
+    """Refuse products in integers that change what the model says.
+
+    Raises:
+        GateError: the damage without any pruning is not below MAX_DYNAMIC_KL.
+    """
+    if not damage.quantisation_kl_nats < MAX_DYNAMIC_KL:
+        raise GateError(
+            f"--precision int8-dynamic: expected KL to the checkpoint below {MAX_DYNAMIC_KL} nats per token, found "
+            f"{damage.quantisation_kl_nats:.3g}; no bundle was written; use --precision int8"
+        )
 
 
 def mean_kl(wanted: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:

@@ -10,10 +10,12 @@ import numpy as np
 import onnx_ir as ir
 from transformers import PreTrainedModel
 
+from pop_export.channel_matrix import ChannelScheme
 from pop_export.decoder import num_layers_of
 from pop_export.graph.cut import surrogate_name
 from pop_export.graph.passes.exact_head import exact_head
 from pop_export.graph.passes.exact_kernels import exact_kernels
+from pop_export.graph.passes.multiply_dynamically import multiply_dynamically
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
@@ -33,8 +35,9 @@ NARROWED_SUFFIX = ".kv"  # ends the name of the rows of a fused weight that pref
 class Schemes:
     """How each kind of weight is quantised."""
 
-    dense: Scheme
-    fine: Scheme  # K and V projections and surrogates, all that a skipped layer is, and the most sensitive weights
+    dense: Scheme | ChannelScheme
+    # K and V projections and surrogates, all that a skipped layer is, and the most sensitive weights
+    fine: Scheme | ChannelScheme
     embedding: AnyScheme  # the embedding and the head, often one matrix
 
 
@@ -48,8 +51,10 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """What the manifest calls it: bits, block size and method of the dense weights."""
+        """What the manifest calls it: kind of product or block size, and method of the dense weights."""
         dense = self.schemes.dense
+        if isinstance(dense, ChannelScheme):
+            return f"int8-dynamic-{dense.method}"
         kind = dense.method if dense.method != "rtn" else "symmetric" if dense.symmetric else "asymmetric"
         return f"int{dense.bits}-block{dense.block_size}-{kind}"
 
@@ -96,13 +101,14 @@ def quantize_pair(
     matrices: dict[str, StoredMatrix] = {}
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
     dense = {name: schemes.dense for name in read if scheme_of(name) is schemes.dense}
-    if samples and schemes.dense.bits < schemes.fine.bits:
-        sensitive = sensitive_weights(model, dense, samples)
+    if samples and isinstance(schemes.dense, Scheme) and schemes.fine is not schemes.dense:
+        sensitive = sensitive_weights(model, dense, schemes.dense, samples)
     fitted = {name: scheme for name, scheme in dense.items() if scheme.method == "gptq" and name not in sensitive}
     for graph in (decode, prefill):
         quantize_embedding(graph, scheme_of, matrices)
         if graph is decode and fitted:
             matrices |= quantize_layers(model, fitted, samples, matrices)
+        multiply_dynamically(graph, scheme_of, matrices)
         quantize_matmuls(graph, scheme_of, matrices)
     exact_head(decode)
     exact_kernels(prefill)  # over many tokens they are not slower: docs/experiments.md

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from pop_export.channel_matrix import ChannelMatrix, ChannelScheme
 from pop_export.full_pass import batches
 from pop_export.gptq import gptq
 from pop_export.layer_stack import Calls, LayerStack, watched
@@ -24,10 +25,10 @@ MAX_TOKENS = 8192  # of the samples, spread evenly over them
 @torch.no_grad()
 def quantize_layers(
     model: PreTrainedModel,
-    schemes: Mapping[str, Scheme],
+    schemes: Mapping[str, Scheme | ChannelScheme],
     samples: Sequence[np.ndarray],
     matrices: Mapping[str, StoredMatrix],
-) -> dict[str, QuantizedMatrix]:
+) -> dict[str, QuantizedMatrix | ChannelMatrix]:
     """Return the weights of linear modules inside decoder layers, quantised by GPTQ, by name of the parameter.
 
     Each is fitted to the inputs that it will get: those that quantised layers before it leave. What lies elsewhere, and
@@ -39,7 +40,7 @@ def quantize_layers(
         samples: windows of token ids.
         matrices: parameters outside the layers that are quantised already: the embedding.
     """
-    found: dict[str, QuantizedMatrix] = {}
+    found: dict[str, QuantizedMatrix | ChannelMatrix] = {}
     stack = LayerStack(model)
     with stored_weights(model, matrices):
         calls = [stack.calls(ids) for ids in batches(spread(samples, MAX_TOKENS))]
@@ -67,11 +68,11 @@ def spread(samples: Sequence[np.ndarray], max_tokens: int) -> list[np.ndarray]:
     return [samples[index] for index in chosen]
 
 
-def linear_modules(layer: nn.Module, prefix: str, schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:
-    """Return the weights [N, K] that are to be quantised, by name of the module."""
+def linear_modules(layer: nn.Module, prefix: str, wanted: Container[str]) -> dict[str, Tensor]:
+    """Return the weights [N, K] of a layer's linear modules, those whose parameter is wanted, by name of the module."""
     found = {}
     for name, module in layer.named_modules(prefix=prefix):
-        if f"{name}.weight" in schemes and isinstance(module, nn.Linear | Conv1D):
+        if f"{name}.weight" in wanted and isinstance(module, nn.Linear | Conv1D):
             weight = module.weight.detach()
             found[name] = weight if isinstance(module, nn.Linear) else weight.T  # Conv1D keeps [K, N]
     return found

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pop_export.block_scales import find_scales, nearest_codes
 
 Method = Literal["rtn", "k_quant", "hqq", "gptq"]
-Bits = Literal[4, 8]
+Bits = Literal[4, 7, 8]  # 7: see channel_matrix.py; blocks have 4 or 8
 SEARCHED_AT_ONCE = 1 << 18  # numbers whose scales are searched together: what fits a core's cache
 MAX_SCALE_CHANGE = 1e-3  # by rounding to 16 bits; 5e-4 is what normal numbers can change by
 

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from pop_export.bundle import graph_name
 from pop_export.graph.fuse import write_graph
 from pop_export.graph.passes.exact_kernels import exact_kernels
+from pop_export.graph.passes.multiply_dynamically import multiply_exactly
 from pop_export.graph.segments import CutSegment, cut_segments
 from pop_export.reference import PrefillPlan
 from pop_export.verify import NUM_STEPS, Check, bundle_logits, compare_logits
@@ -94,6 +95,7 @@ def _exact_copies(
     copies = (graphs[0].clone(), graphs[1].clone())
     for copy in copies:
         exact_kernels(copy)
+        multiply_exactly(copy)
     exact = dataclasses.replace(manifest, decode_graph=f"{EXACT}decode.onnx", prefill_graph=f"{EXACT}prefill.onnx")
     try:
         for copy, name in zip(copies, (exact.decode_graph, exact.prefill_graph), strict=True):

@@ -8,7 +8,7 @@ damage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ MAX_TOKENS = 2048  # of the samples, spread evenly over them
 
 @torch.no_grad()
 def sensitive_weights(
-    model: PreTrainedModel, schemes: Mapping[str, Scheme], samples: Sequence[np.ndarray]
+    model: PreTrainedModel, weights: Collection[str], scheme: Scheme, samples: Sequence[np.ndarray]
 ) -> frozenset[str]:
     """Return the names of the weights whose rounding changes most, for their size, of what their layer gives.
 
@@ -36,10 +36,11 @@ def sensitive_weights(
 
     Args:
         model: in fp32; unchanged afterwards.
-        schemes: of weights of linear modules, by name of the parameter; those outside the decoder layers are left out.
+        weights: names of linear modules' weights; those outside the decoder layers are left out.
+        scheme: how they would be rounded.
         samples: windows of token ids.
     """
-    stack = LayerStack(model)
+    stack, nearest = LayerStack(model), dataclasses.replace(scheme, method="rtn")
     calls = [stack.calls(ids) for ids in batches(spread(samples, MAX_TOKENS))]
     hidden = [call.entered for call in calls]  # [B, S, E] each
     names = {id(module): name for name, module in model.named_modules()}
@@ -49,9 +50,9 @@ def sensitive_weights(
         for layer, module in enumerate(stack.layers):
             left = [stack.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
             whole = float(sum(state.square().sum() for state in left))
-            for name, weight in linear_modules(module, names[id(module)], schemes).items():
+            for name, weight in linear_modules(module, names[id(module)], weights).items():
                 parameter = f"{name}.weight"
-                rounded = quantize_matrix(weight.numpy(), dataclasses.replace(schemes[parameter], method="rtn"))
+                rounded = quantize_matrix(weight.numpy(), nearest)
                 with stored_weights(model, {parameter: rounded}):
                     changed = [stack.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
                 change = sum((a - b).square().sum() for a, b in zip(changed, left, strict=True))

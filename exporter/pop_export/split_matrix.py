@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pop_export.channel_matrix import ChannelMatrix, ChannelScheme, quantize_channels
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme, quantize_matrix
 
 # Byte-pair merges are numbered as they were learned, the most frequent first: of SmolLM2's vocabulary the first twelfth
@@ -33,14 +34,16 @@ class SplitMatrix:
         return np.concatenate([part.dequantized() for part in self.parts])
 
 
-AnyScheme = Scheme | SplitScheme
-StoredMatrix = QuantizedMatrix | SplitMatrix
+AnyScheme = Scheme | SplitScheme | ChannelScheme
+StoredMatrix = QuantizedMatrix | SplitMatrix | ChannelMatrix
 
 
 def store_matrix(weight: NDArray[np.float32], scheme: AnyScheme) -> StoredMatrix:
     """Return a weight [N, K] float32 as the scheme stores it, from nothing but its numbers."""
     if isinstance(scheme, Scheme):
         return quantize_matrix(weight, scheme)
+    if isinstance(scheme, ChannelScheme):
+        return quantize_channels(weight)
     num_frequent = max(1, round(len(weight) * FREQUENT_SHARE))
     parts = weight[:num_frequent], weight[num_frequent:]
     return SplitMatrix((quantize_matrix(parts[0], scheme.frequent), quantize_matrix(parts[1], scheme.rare)))
@@ -50,4 +53,5 @@ def parts_of(name: str, matrix: StoredMatrix) -> list[tuple[str, QuantizedMatrix
     """Return the matrices of one size of code, top to bottom, with names of their own."""
     if isinstance(matrix, QuantizedMatrix):
         return [(name, matrix)]
+    assert isinstance(matrix, SplitMatrix)  # a ChannelMatrix is no matrix of blocks
     return list(zip((f"{name}.frequent", f"{name}.rare"), matrix.parts, strict=True))

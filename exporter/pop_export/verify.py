@@ -17,6 +17,7 @@ from pop_export.decoder import largest_attention_window, max_positions_of
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.graph.fuse import write_graph
 from pop_export.graph.passes.exact_kernels import exact_kernels
+from pop_export.graph.passes.multiply_dynamically import multiply_exactly
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime import sequence as runtime_sequence
 from pop_runtime.errors import GateError
@@ -168,6 +169,7 @@ def verify_quantized(
     try:
         for copy, name in zip(copies, (exact.decode_graph, exact.prefill_graph), strict=True):
             exact_kernels(copy)
+            multiply_exactly(copy)
             write_graph(copy, folder / name)
         proof = verify(folder, exact, model, plan, ids, threads)
         last_layer = verify_last_layer(folder, exact, copies[0], model, ids, threads)

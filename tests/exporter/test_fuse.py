@@ -7,9 +7,12 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from pop_export.channel_matrix import ChannelScheme
+from pop_export.graph import rope_tables
 from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED, Fusion, prepare_attention, write_graph
 from pop_export.graph.passes.flatten_heads import flatten_heads
 from pop_export.graph.passes.fuse_residual_norms import fuse_residual_norms
+from pop_export.graph.passes.multiply_dynamically import multiply_dynamically, multiply_exactly
 from pop_export.graph.passes.pack_projections import pack_projections
 from pop_export.graph.passes.quantize_matmuls import quantize_matmuls
 from pop_export.graph.rope_tables import attach_rope_tables
@@ -279,6 +282,26 @@ def test_quantised_weights_of_which_one_has_scales_of_another_kind_are_not_packe
     for model in (decode, prefill):
         quantize_matmuls(model, lambda name: Scheme(8, 16 if name != "k.weight" else 32), matrices)
     assert pack_projections(decode, prefill) == 0
+
+
+def test_products_in_integers_are_packed_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(rope_tables, "LARGEST_SHARE", 1.0)  # of weights a quarter as large
+    decode, prefill = _packable(bias=True)
+    feeds, matrices = _packable_feeds(), {}
+    for model in (decode, prefill):
+        assert multiply_dynamically(model, lambda _: ChannelScheme(), matrices) == 3
+    apart = decode.clone()
+    multiply_exactly(apart)
+    wanted = _run(apart, feeds)[0]
+    prepare_attention(decode, prefill, max_positions=12)
+    for model in (decode, prefill):
+        assert _kinds(model).count("DynamicQuantizeMatMul") == 1
+        write_graph(model, tmp_path / "m.onnx")
+        written = ir.load(tmp_path / "m.onnx")
+        assert _kinds(written)[-4:] == ["MatMulIntegerToFloat", "Mul", "Add", "GroupQueryAttention"]
+        assert np.abs(_run(written, _used(written, feeds))[0] - wanted).max() < 0.05
+        multiply_exactly(model)
+        np.testing.assert_allclose(_run(model, feeds)[0], wanted, atol=1e-5)
 
 
 def _used(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

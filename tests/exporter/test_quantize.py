@@ -177,7 +177,7 @@ def test_bf16_is_refused_where_it_cannot_be_verified(quick_export, tmp_path):
     [
         (["--block-size", "32"], "--block-size: expected --precision int8 or int4 with it, found fp32"),
         (["--asymmetric"], "--symmetric: expected --precision int8 or int4 with it, found fp32"),
-        (["--quantizer", "rtn"], "--quantizer: expected --precision int8 or int4 with it, found fp32"),
+        (["--quantizer", "rtn"], "--quantizer: expected --precision int8, int4 or int8-dynamic with it, found fp32"),
         (
             ["--precision", "int8", "--quantizer", "hqq"],
             "--quantizer hqq: expected --precision int4 with it, found int8",

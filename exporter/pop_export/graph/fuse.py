@@ -17,6 +17,7 @@ from pop_export.graph.passes.flatten_heads import flatten_heads
 from pop_export.graph.passes.fuse_residual_norms import fuse_residual_norms
 from pop_export.graph.passes.pack_projections import pack_projections
 from pop_export.graph.passes.rotate_in_attention import rotate_in_attention
+from pop_export.graph.passes.round_by_row import round_by_row
 from pop_export.graph.rope_tables import attach_rope_tables
 
 ORT_DOMAIN = "com.microsoft"
@@ -51,6 +52,7 @@ def write_graph(model: ir.Model, path: Path) -> Fusion:
     written = model.clone()
     num_flat_heads = num_rotating = num_residual_norms = 0
     if ORT_DOMAIN in model.opset_imports:
+        round_by_row(written)
         num_flat_heads = flatten_heads(written)
         num_rotating = rotate_in_attention(written)
         num_residual_norms = fuse_residual_norms(written)

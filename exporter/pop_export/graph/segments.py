@@ -15,6 +15,7 @@ from itertools import groupby
 import onnx_ir as ir
 
 from pop_export.graph.cut import PASSED_ON
+from pop_export.graph.passes.multiply_dynamically import OP_TYPE as DYNAMIC
 from pop_export.graph.passes.resolve_markers import marked_value
 from pop_export.reference import PrefillPlan
 from pop_runtime.errors import ModelError
@@ -128,5 +129,5 @@ def _require_disjoint(segments: list[CutSegment]) -> None:
 
 def _weights(model: ir.Model) -> set[str]:
     """Return the names of the weights that a graph multiplies by."""
-    values = (node.inputs[1] for node in model.graph if node.op_type in ("MatMul", "Gemm", "MatMulNBits"))
+    values = (node.inputs[1] for node in model.graph if node.op_type in ("MatMul", "Gemm", "MatMulNBits", DYNAMIC))
     return {value.name for value in values if value is not None and value.is_initializer() and value.name}

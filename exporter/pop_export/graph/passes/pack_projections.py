@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from pop_export.graph.passes.flatten_heads import projections_of
+from pop_export.graph.passes.multiply_dynamically import OP_TYPE as DYNAMIC
 
 SUFFIX = ".qkv"  # a packed weight is called after that of Q
 
@@ -58,7 +59,7 @@ def _alike(linears: Sequence[ir.Node]) -> bool:
     cast = {tuple(value is not None and value.producer() is not None for value in node.inputs[1:]) for node in linears}
     return (
         len({(node.domain, node.op_type, node.inputs[0], len(node.inputs)) for node in linears}) == 1
-        and first.op_type in ("MatMul", "MatMulNBits")
+        and first.op_type in ("MatMul", "MatMulNBits", DYNAMIC)
         and len(ways) == len(cast) == 1
         and len(set(biases)) == 1
         and None not in stored
@@ -87,7 +88,7 @@ def _bias(linear: ir.Node) -> ir.Node | None:
 def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Value]) -> None:
     """Put one product, its bias and a `Split` in the place of three."""
     first = linears[0]
-    axis = 1 if first.op_type == "MatMul" else 0  # weights are [K, N]; blocks of small integers [N, blocks, ...]
+    axis = 0 if first.op_type == "MatMulNBits" else -1  # blocks are [N, blocks, ...]; else weights are [K, N] or [N]
     constants: list[ir.Value | None] = []
     casts: list[ir.Node] = []
     for index in range(1, len(first.inputs)):
@@ -142,6 +143,7 @@ def _constant(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, pac
     name = f"{next(value.name for value in values if value is not None)}{SUFFIX}"
     if name not in packed:
         shape = tensors[0].shape.numpy()
+        axis %= len(shape)
         joined = (*shape[:axis], sum(tensor.shape.numpy()[axis] for tensor in tensors), *shape[axis + 1 :])
 
         def join() -> ir.Tensor:
