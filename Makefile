@@ -30,9 +30,11 @@ types: $(INSTALLED)
 real: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "real and not cpp and not slow"
 
-# Wide sweeps and large synthetic models.
+# Wide sweeps, a family to a core; then large synthetic models, kills, memory: alone on the machine.
+SLOW := $(BIN)/python -m pytest -q -m "slow and not cpp"
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "slow and not cpp"
+	$(SLOW) -n 2 tests/exporter/families
+	$(SLOW) --ignore tests/exporter/families
 
 # The C++ runtime: $(CPP_BUILD)/pop_run and the library. Needs a C++17 compiler and apt; all else is fetched into $(CPP_BUILD)/deps.
 CPP_INSTALLED := $(VENV)/.installed-cpp

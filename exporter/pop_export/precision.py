@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pop_export.stored_weights import stored_weights
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # fitting gains nothing in 8 bits
 DEFAULT_QUANTIZER: dict[str, Method] = {"int8": "rtn", "int4": "gptq", "int8-dynamic": "rtn"}
-KEY_VALUE_BITS: Literal[8] = 8  # K and V of a skipped layer are all that the prompt leaves there
+FINE_BITS: Literal[8] = 8  # of what int4 spares: K and V of a skipped layer are all that the prompt leaves there
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
 
     int8 is for those who want to see no difference: blocks of 16 halve what the fast kernels round away of the
     activations. int4 has zero points, which cost an eighth of a bit and take a fifth off the squared error, and keeps 8
-    bits where they bring most: in K and V and in the rows of frequent tokens, which embedding and head share.
+    bits where they bring most: in K and V, in sensitive weights, and in the rows of frequent tokens, which embedding
+    and head share.
     """
     if config.precision not in QUANTIZED:
         return None
@@ -106,5 +108,5 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
         # `exact_head` gives the head exact inputs, so that smaller blocks would gain it nothing
         return Schemes(dense, dense, Scheme(8, config.block_size or 32, symmetric=dense.symmetric))
     dense = Scheme(4, config.block_size or 32, method, config.symmetric is True)
-    rare = Scheme(4, dense.block_size, symmetric=dense.symmetric)
-    return Schemes(dense, Scheme(KEY_VALUE_BITS, dense.block_size), SplitScheme(Scheme(8, dense.block_size), rare))
+    fine = Scheme(FINE_BITS, max(64, dense.block_size))  # 8 bits lose nothing by larger blocks
+    return Schemes(dense, fine, SplitScheme(fine, dataclasses.replace(dense, method="rtn")))

@@ -14,7 +14,7 @@ from pop_export.graph.passes.quantize_matmuls import quantize_matmuls
 from pop_export.quantized_matrix import Scheme
 from pop_export.split_matrix import SplitMatrix, SplitScheme, StoredMatrix, parts_of, store_matrix
 
-V = 120  # of which 10 count as frequent
+V = 120  # of which 30 count as frequent
 SCHEME = SplitScheme(Scheme(8, 32), Scheme(4, 64, symmetric=False))
 
 
@@ -42,8 +42,8 @@ def test_frequent_rows_come_closer_than_rare_ones():
     matrix = store_matrix(table, SCHEME)
     assert isinstance(matrix, SplitMatrix)
     errors = np.square(matrix.dequantized() - table).mean(axis=1)
-    assert [len(part.packed) for _, part in parts_of("x", matrix)] == [10, 110]
-    assert errors[:10].max() < 0.05 * errors[10:].min()
+    assert [len(part.packed) for _, part in parts_of("x", matrix)] == [30, 90]
+    assert errors[:30].max() < 0.05 * errors[30:].min()
 
 
 @pytest.mark.parametrize("num_columns", [64, 80])
@@ -58,7 +58,7 @@ def test_lookup_and_product_are_those_of_the_stored_matrix(num_columns, exact):
         assert exact_head(model) == (2 if num_columns == 64 else 0)
     model.graph.sort()
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    ids = np.array([0, 9, 10, 119, 5, 44])  # first and last of both parts among them
+    ids = np.array([0, 29, 30, 119, 5, 44])  # first and last of both parts among them
     rows, logits = session.run(None, {"ids": ids})
     stored = matrices["table"].dequantized()
     np.testing.assert_allclose(rows, stored[ids], atol=1e-6)
