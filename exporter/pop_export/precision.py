@@ -108,5 +108,5 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
         # `exact_head` gives the head exact inputs, so that smaller blocks would gain it nothing
         return Schemes(dense, dense, Scheme(8, config.block_size or 32, symmetric=dense.symmetric))
     dense = Scheme(4, config.block_size or 32, method, config.symmetric is True)
-    fine = Scheme(FINE_BITS, max(64, dense.block_size))  # 8 bits lose nothing by larger blocks
+    fine = Scheme(FINE_BITS, dense.block_size)
     return Schemes(dense, fine, SplitScheme(fine, dataclasses.replace(dense, method="rtn")))
