@@ -80,6 +80,8 @@ def write_page(results: list[dict[str, Any]], dialect: Dialect) -> None:
     if failed:
         parts += [f"\n## Not proven: {len(failed)}\n", "The export ends with an error, or its verification refuses the "
                   "bundle (exit code 5).\n", *_reason_table(failed)]  # fmt: skip
+    if dialect == "standard" and (untried := sorted({*proven_families()} - {r["model_type"] for r in results})):
+        parts += [f"\n## Not tried yet: {len(untried)}\n", ", ".join(untried)]
     PAGES[dialect].write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
