@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ def write_page(results: list[dict[str, Any]], dialect: Dialect) -> None:
     if failed:
         parts += [f"\n## Not proven: {len(failed)}\n", "The export ends with an error, or its verification refuses the "
                   "bundle (exit code 5).\n", *_reason_table(failed)]  # fmt: skip
+    if dialect == "standard" and (untried := sorted({*proven_families()} - {r["model_type"] for r in results})):
+        parts += [f"\n## Not tried yet: {len(untried)}\n", textwrap.fill(", ".join(untried), 120)]
     PAGES[dialect].write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 

@@ -97,12 +97,12 @@ def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Valu
             constants.append(None)
             continue
         stored = [_stored(value) for value in values if value is not None]
-        constants.append(_constant(graph, stored, axis, packed))
-        cast = values[0].producer()
+        constant, cast = _constant(graph, stored, axis, packed), values[0].producer()
         if cast is not None:
-            casts.append(ir.node("Cast", [constants[-1]], dict(cast.attributes)))
-            casts[-1].outputs[0].type = values[0].type
-            constants[-1] = casts[-1].outputs[0]
+            casts.append(ir.node("Cast", [constant], dict(cast.attributes)))
+            constant = casts[-1].outputs[0]
+            constant.type = values[0].type
+        constants.append(constant)
     results = [_bias(node) or node for node in linears]
     sizes = [int(node.outputs[0].shape[-1]) for node in results]  # type: ignore[index, arg-type]
     attributes = dict(first.attributes)
