@@ -9,13 +9,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import transformers
 
 import pop_runtime
 from pop_export import ExportConfig, pipeline, speed
 from pop_export.bundle import Bundle
 from pop_export.half_precision import cast_weights, require_finite, require_kernels, rounded_weights
 from pop_runtime.errors import GateError
-from tests.tiny_models import save_checkpoint, tiny_model
+from tests.tiny_models import TINY, save_checkpoint, tiny_model
 
 IDS = [7, 200, 13, 90, 41, 5]
 
@@ -59,6 +60,20 @@ def test_an_fp16_bundle_runs_over_half_precision_buffers(half_bundle, llama):
 
 def test_onnx_runtime_has_half_precision_kernels_on_this_machine():
     require_kernels(torch.float16)
+
+
+def test_norms_that_compute_in_fp32_are_those_of_the_model_in_fp16_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "PROMPT_TOKENS", 64)
+    save_checkpoint(
+        tmp_path / "gemma", tiny_model(transformers.Gemma3TextConfig(**TINY, head_dim=16, sliding_window=8))
+    )
+    bundle = pipeline.export(
+        ExportConfig(
+            model=str(tmp_path / "gemma"), out=tmp_path / "out", precision="fp16", threads=1, prune_layers="1",
+            calibration_samples=2, calibration_length=32,
+        )
+    )  # fmt: skip
+    assert all(check["passed"] for check in bundle.report["verification"]["checks"])
 
 
 def test_a_layer_whose_numbers_leave_fp16_is_named(tmp_path):

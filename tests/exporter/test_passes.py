@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 
 from pop_export.graph.passes.name_sizes import name_sizes
+from pop_export.graph.passes.norms_of_one_type import norms_of_one_type
 from pop_export.graph.passes.resolve_markers import marked_value, resolve_markers
 from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
@@ -135,3 +136,19 @@ def test_numbered_sizes_get_the_names_of_the_documentation():
     assert name_sizes(model) == 4
     assert [str(size) for size in model.graph.inputs[0].shape] == ["batch", "seq"]
     assert y.shape == ["batch", 2, "capacity", 4] and z.shape[0] == "capacity + s33" and z.shape[2].value is None
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_norm_reads_what_its_scale_is_of(half):
+    """Gemma's norms in fp16: onnxruntime does not load one with two types."""
+    dtype = ir.DataType.FLOAT16 if half else ir.DataType.FLOAT
+    x = ir.val("x", dtype, ["B", E])
+    scale = ir.val("scale", const_value=ir.tensor(np.linspace(1, 2, E, dtype=np.float32), name="scale"))
+    scale.type = ir.TensorType(ir.DataType.FLOAT)
+    norm = ir.node("RMSNormalization", [x, scale], {"axis": -1, "epsilon": 1e-6})
+    model = _model([x], [_named(norm, "y", ["B", E])], [norm], [scale])
+    assert norms_of_one_type(model) == half
+    values = np.random.default_rng(0).standard_normal((3, E)).astype(dtype.numpy())
+    wide = values.astype(np.float32)
+    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.linspace(1, 2, E)
+    np.testing.assert_allclose(_run(model, {"x": values})[0], wanted, rtol=1e-5)

@@ -16,6 +16,7 @@ from pop_export.family import kv_layout
 from pop_export.graph.attention_form import choose_attention
 from pop_export.graph.fuse import WHY_ATTENTION_IS_NOT_FUSED
 from pop_export.graph.passes.name_sizes import name_sizes
+from pop_export.graph.passes.norms_of_one_type import norms_of_one_type
 from pop_export.graph.passes.resolve_markers import resolve_markers
 from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
@@ -90,6 +91,7 @@ def _fuse(graph: ir.Model) -> None:
     onnxscript.rewriter.RewriteRuleSet([mul_by_1_rule]).apply_to_model(graph)  # rope scaling by 1.0 hides the rope
     common_passes.IdentityEliminationPass()(graph)
     _rms_normalization.fuse_rms_normalization(graph)
+    norms_of_one_type(graph)
     _rotary_embedding.fuse_rotary_embedding(graph)
     _rotary_embedding.fuse_partial_rotary_embedding(graph)
 
