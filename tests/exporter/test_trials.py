@@ -91,7 +91,7 @@ def test_an_untied_head_keeps_both_matrices(tmp_path):
 
 def test_an_untied_head_and_embedding_are_both_quantised(tmp_path):
     bundle = _export(tmp_path, {"vocab_size": 32000, "tie_word_embeddings": False}, precision="int4")
-    assert bundle.report["size"]["weights_per_fp32_parameters"] <= 0.17
+    assert bundle.report["size"]["weights_per_fp32_parameters"] <= 0.18  # all rows, a quarter of them in 8 bits
 
 
 # B15: the head has more rows than the tokenizer has tokens, and a padding id is the likeliest
