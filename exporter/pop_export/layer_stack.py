@@ -6,7 +6,7 @@ embedding. Runs that share a beginning then share its work, and all texts can pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,10 @@ class LayerStack:
         args, kwargs = calls.arguments[layer]
         output = self.layers[layer](hidden, *args, **kwargs)
         return output[0] if self._returns_tuple[layer] else output
+
+    def run_all(self, calls: Sequence[Calls], layer: int, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Return what `layer` makes of the hidden state of each batch."""
+        return [self.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

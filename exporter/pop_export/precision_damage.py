@@ -21,8 +21,8 @@ from pop_runtime.sessions import open_pair
 
 MAX_WINDOWS = 8
 MAX_SCORED_TOKENS = 32  # predictions compared per window, after its prompt
-# Nats per token that activations and weights rounded to 8 bits may cost: int4's weights cost 0.18 where they are not
-# fitted to text. A model beyond that has activations that 8 bits cannot hold.
+# Nats per token that activations and weights rounded to 8 bits may cost: nearly three times what int4's weights do
+# where they are not fitted to text. A model beyond that has activations that 8 bits cannot hold.
 MAX_DYNAMIC_KL = 0.25
 
 

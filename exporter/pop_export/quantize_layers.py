@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from pop_export.channel_matrix import ChannelMatrix, ChannelScheme
 from pop_export.full_pass import batches
 from pop_export.gptq import gptq
 from pop_export.layer_stack import Calls, LayerStack, watched
 from pop_export.progress import progress
+from pop_export.projections import linear_modules, output_axis
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.split_matrix import StoredMatrix
 from pop_export.stored_weights import stored_weights
@@ -45,17 +45,15 @@ def quantize_layers(
     with stored_weights(model, matrices):
         calls = [stack.calls(ids) for ids in batches(spread(samples, MAX_TOKENS))]
     hidden = [call.entered for call in calls]  # [B, S, E] each
-    names = {id(module): name for name, module in model.named_modules()}
     with progress("fitting quantised weights", len(stack)) as advance:
-        for layer, module in enumerate(stack.layers):
-            modules = linear_modules(module, names[id(module)], schemes)
+        for layer, modules in enumerate(weights_by_layer(stack, schemes)):
             now = {
                 f"{name}.weight": gptq(modules[name], hessian, schemes[f"{name}.weight"])
                 for readers, hessian in _hessians(stack, layer, set(modules), calls, hidden).items()
                 for name in readers
             }
             with stored_weights(model, now):
-                hidden = [stack.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
+                hidden = stack.run_all(calls, layer, hidden)
             found |= now
             advance(1)
     return found
@@ -68,14 +66,17 @@ def spread(samples: Sequence[np.ndarray], max_tokens: int) -> list[np.ndarray]:
     return [samples[index] for index in chosen]
 
 
-def linear_modules(layer: nn.Module, prefix: str, wanted: Container[str]) -> dict[str, Tensor]:
-    """Return the weights [N, K] of a layer's linear modules, those whose parameter is wanted, by name of the module."""
-    found = {}
-    for name, module in layer.named_modules(prefix=prefix):
-        if f"{name}.weight" in wanted and isinstance(module, nn.Linear | Conv1D):
-            weight = module.weight.detach()
-            found[name] = weight if isinstance(module, nn.Linear) else weight.T  # Conv1D keeps [K, N]
-    return found
+def weights_by_layer(stack: LayerStack, wanted: Container[str]) -> list[dict[str, Tensor]]:
+    """Return per layer the weights [N, K] of linear modules whose parameter is wanted, by name of the module."""
+    names = {id(module): name for name, module in linear_modules(stack.model).items() if f"{name}.weight" in wanted}
+    return [{names[id(module)]: _rows(module) for module in layer.modules() if id(module) in names}
+            for layer in stack.layers]  # fmt: skip
+
+
+def _rows(linear: nn.Module) -> Tensor:
+    """Return the weight of a linear module as [N, K]."""
+    weight: Tensor = linear.get_parameter("weight").detach()
+    return weight if output_axis(linear) == 0 else weight.T
 
 
 def _hessians(

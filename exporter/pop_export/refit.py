@@ -119,7 +119,7 @@ def fit_prefill(
         for walk, state in zip(walks, states, strict=True):
             walk.pruned = walk.pruned or [batch.entered for batch in state]
             if layer not in skipped:
-                walk.pruned = [stack.run(c, layer, h) for c, h in zip(walk.full.calls, walk.pruned, strict=True)]
+                walk.pruned = stack.run_all(walk.full.calls, layer, walk.pruned)
             else:
                 modules = {projection.module for projection in of_layer}
                 walk.features = [

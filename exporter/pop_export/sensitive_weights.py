@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from pop_export.full_pass import batches
 from pop_export.layer_stack import LayerStack
 from pop_export.progress import progress
-from pop_export.quantize_layers import linear_modules, spread
+from pop_export.quantize_layers import spread, weights_by_layer
 from pop_export.quantized_matrix import Scheme, quantize_matrix
 from pop_export.stored_weights import stored_weights
 
@@ -43,18 +43,17 @@ def sensitive_weights(
     stack, nearest = LayerStack(model), dataclasses.replace(scheme, method="rtn")
     calls = [stack.calls(ids) for ids in batches(spread(samples, MAX_TOKENS))]
     hidden = [call.entered for call in calls]  # [B, S, E] each
-    names = {id(module): name for name, module in model.named_modules()}
     changes: dict[str, float] = {}
     sizes: dict[str, int] = {}
     with progress("finding sensitive weights", len(stack)) as advance:
-        for layer, module in enumerate(stack.layers):
-            left = [stack.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
+        for layer, modules in enumerate(weights_by_layer(stack, weights)):
+            left = stack.run_all(calls, layer, hidden)
             whole = float(sum(state.square().sum() for state in left))
-            for name, weight in linear_modules(module, names[id(module)], weights).items():
+            for name, weight in modules.items():
                 parameter = f"{name}.weight"
                 rounded = quantize_matrix(weight.numpy(), nearest)
                 with stored_weights(model, {parameter: rounded}):
-                    changed = [stack.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
+                    changed = stack.run_all(calls, layer, hidden)
                 change = sum((a - b).square().sum() for a, b in zip(changed, left, strict=True))
                 changes[parameter], sizes[parameter] = float(change) / whole, weight.numel()
             hidden = left

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import pop_runtime
-from pop_export import ExportConfig
 from pop_export.bundle import Bundle
-from pop_export.pipeline import export
-from pop_runtime.sessions import visible_cores
+from tests.exporter.real_export import export_briefly
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """An export with less text than the default takes: what is tested here does not depend on how much there is."""
-    threads = torch.get_num_threads()
-    try:
-        return export(
-            ExportConfig(
-                model="gemma3-270m",
-                out=tmp_path_factory.mktemp("real") / "gemma3",
-                calibration_samples=8,
-                refit_samples=6,
-                self_samples=6,
-                curve=False,
-                threads=visible_cores(),
-            )
-        )
-    finally:
-        torch.set_num_threads(threads)
+    folder = tmp_path_factory.mktemp("real") / "gemma3"
+    return export_briefly("gemma3-270m", folder, calibration_samples=8, fitting_samples=6)
 
 
 def test_full_model_and_pair_equal_pytorch_beyond_the_window(bundle):

@@ -8,18 +8,17 @@ import pytest
 import torch
 
 import pop_runtime
-from pop_export import ExportConfig
 from pop_export.bundle import Bundle, save_graphs
 from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.graph.build import build_decode_graph
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.layer_plan import parse_layers
-from pop_export.pipeline import export
 from pop_export.reference import PrefillPlan
 from pop_export.verify import NUM_STEPS, prompt_length, verify
 from pop_runtime.manifest import Windows
 from pop_runtime.sessions import open_pair, visible_cores
 from tests.exporter.genai_pair import NUM_NEW, genai_tokens
+from tests.exporter.real_export import export_briefly
 
 pytestmark = pytest.mark.real
 QUESTION = "Explain in two sentences why the sky is blue."
@@ -32,22 +31,8 @@ def smollm2() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """An export with less text than the default takes: what is tested here does not depend on how much there is."""
-    threads = torch.get_num_threads()
-    try:
-        return export(
-            ExportConfig(
-                model="smollm2-135m",
-                out=tmp_path_factory.mktemp("real") / "smollm2",
-                calibration_samples=16,
-                refit_samples=8,
-                self_samples=8,
-                curve=False,
-                threads=visible_cores(),
-            )
-        )
-    finally:
-        torch.set_num_threads(threads)
+    folder = tmp_path_factory.mktemp("real") / "smollm2"
+    return export_briefly("smollm2-135m", folder, calibration_samples=16, fitting_samples=8)
 
 
 def test_every_comparison_with_pytorch_is_within_1e_3(bundle):

@@ -7,8 +7,8 @@ from collections.abc import Callable, MutableMapping
 import onnx_ir as ir
 
 from pop_export.channel_matrix import ChannelMatrix, ChannelScheme
-from pop_export.graph.passes.quantize_matmuls import DOMAIN, constant, matrix_weight, replace_node
-from pop_export.split_matrix import AnyScheme, StoredMatrix, store_matrix
+from pop_export.graph.passes.quantize_matmuls import DOMAIN, constant, matrix_weight, replace_node, replace_weights
+from pop_export.split_matrix import AnyScheme, StoredMatrix
 
 OP_TYPE = "DynamicQuantizeMatMul"
 
@@ -29,27 +29,16 @@ def multiply_dynamically(
     Returns:
         How many products were replaced.
     """
-    count = 0
-    for node in list(model.graph):
-        weight = matrix_weight(node)
-        scheme = scheme_of(weight.name or "") if weight is not None else None
-        if weight is None or not isinstance(scheme, ChannelScheme):
-            continue
-        name = weight.name
-        assert name is not None and weight.const_value is not None
-        if name not in matrices:
-            stored = weight.const_value.numpy()
-            is_rows = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1  # [N, K], else [K, N]
-            matrices[name] = store_matrix(stored if is_rows else stored.T, scheme)
-        matrix = matrices[name]
+
+    def dynamic_scheme_of(name: str) -> ChannelScheme | None:
+        scheme = scheme_of(name)
+        return scheme if isinstance(scheme, ChannelScheme) else None
+
+    def replace(node: ir.Node, name: str, matrix: StoredMatrix) -> None:
         assert isinstance(matrix, ChannelMatrix)
         _replace(model.graph, node, name, matrix)
-        count += 1
-        if not weight.uses():
-            del model.graph.initializers[name]
-    if count:
-        model.opset_imports.setdefault(DOMAIN, 1)
-    return count
+
+    return replace_weights(model, matrix_weight, dynamic_scheme_of, matrices, replace)
 
 
 def multiply_exactly(model: ir.Model) -> int:

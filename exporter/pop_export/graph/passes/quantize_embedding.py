@@ -11,10 +11,11 @@ from pop_export.graph.passes.quantize_matmuls import (
     DOMAIN,
     constant,
     replace_node,
+    replace_weights,
     stored_matrix,
 )
 from pop_export.quantized_matrix import QuantizedMatrix
-from pop_export.split_matrix import AnyScheme, StoredMatrix, parts_of, store_matrix
+from pop_export.split_matrix import AnyScheme, StoredMatrix, parts_of
 
 SAME_BYTES = "pop.same_bytes_as"  # metadata of a weight: the other weight whose bytes in the file it reads
 
@@ -35,23 +36,11 @@ def quantize_embedding(
     Returns:
         How many lookups were replaced.
     """
-    num_replaced = 0
-    for node in list(model.graph):
-        table = embedding_table(node)
-        scheme = scheme_of(table.name or "") if table is not None else None
-        if table is None or scheme is None:
-            continue
-        name = table.name
-        assert name is not None and table.const_value is not None
-        if name not in matrices:
-            matrices[name] = store_matrix(table.const_value.numpy(), scheme)
-        _replace(model.graph, node, name, matrices[name])
-        num_replaced += 1
-        if not table.uses():
-            del model.graph.initializers[name]
-    if num_replaced:
-        model.opset_imports.setdefault(DOMAIN, 1)
-    return num_replaced
+
+    def replace(node: ir.Node, name: str, matrix: StoredMatrix) -> None:
+        _replace(model.graph, node, name, matrix)
+
+    return replace_weights(model, embedding_table, scheme_of, matrices, replace)
 
 
 def embedding_table(node: ir.Node) -> ir.Value | None:

@@ -47,9 +47,37 @@ def quantize_matmuls(
     Returns:
         How many products were replaced.
     """
+
+    def replace(node: ir.Node, name: str, matrix: StoredMatrix) -> None:
+        _replace(model.graph, node, name, matrix, accuracy_level)
+
+    return replace_weights(model, matrix_weight, scheme_of, matrices, replace)
+
+
+def replace_weights(
+    model: ir.Model,
+    weight_of: Callable[[ir.Node], ir.Value | None],
+    scheme_of: Callable[[str], AnyScheme | None],
+    matrices: MutableMapping[str, StoredMatrix],
+    replace: Callable[[ir.Node, str, StoredMatrix], None],
+) -> int:
+    """Store each weight whose name has a scheme, once, and let its readers read what is stored.
+
+    A weight that nothing reads any more is removed; one that something else reads stays.
+
+    Args:
+        model: changed in place.
+        weight_of: the weight that a node reads, or None for nodes that are left alone.
+        scheme_of: scheme by name of the weight; None leaves it as it is.
+        matrices: by name of the weight, what is stored for it; those already there are taken as they are.
+        replace: puts others in the place of a node, given the weight's name and what is stored for it.
+
+    Returns:
+        How many nodes were replaced.
+    """
     num_replaced = 0
     for node in list(model.graph):
-        weight = matrix_weight(node)
+        weight = weight_of(node)
         scheme = scheme_of(weight.name or "") if weight is not None else None
         if weight is None or scheme is None:
             continue
@@ -57,9 +85,9 @@ def quantize_matmuls(
         assert name is not None and weight.const_value is not None
         if name not in matrices:
             stored = weight.const_value.numpy()
-            is_rows = node.op_type == "Gemm" and _int(node, "transB")  # [N, K], else [K, N]
+            is_rows = node.op_type == "Gather" or bool(_int(node, "transB"))  # [N, K], else [K, N]
             matrices[name] = store_matrix(stored if is_rows else stored.T, scheme)
-        _replace(model.graph, node, name, matrices[name], accuracy_level)
+        replace(node, name, matrices[name])
         num_replaced += 1
         if not weight.uses():
             del model.graph.initializers[name]

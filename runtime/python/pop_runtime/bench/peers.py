@@ -78,7 +78,7 @@ class OnnxruntimeGenaiEngine:
 
 
 class OpenvinoGenaiEngine:
-    """OpenVINO GenAI on a folder made by `optimum-cli export openvino`, or on a GGUF file."""
+    """OpenVINO GenAI on a folder made by `optimum-cli export openvino`; from a GGUF file it gave other tokens."""
 
     def __init__(self, path: Path, threads: int, max_tokens: int) -> None:
         import openvino_genai
@@ -149,7 +149,7 @@ PEERS = {
     ),
     "openvino-genai": Peer(
         "openvino-genai", "openvino_genai", "pip install openvino-genai",
-        "a folder that `optimum-cli export openvino -m HF_FOLDER --weight-format int8 DIR` makes, or a GGUF file",
+        "a folder that `optimum-cli export openvino -m HF_FOLDER --weight-format int8 DIR` makes",
         OpenvinoGenaiEngine,
     ),
     "llama-cpp": Peer(
