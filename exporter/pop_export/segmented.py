@@ -17,11 +17,11 @@ from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.passes.multiply_dynamically import multiply_exactly
 from pop_export.graph.segments import CutSegment, cut_segments
 from pop_export.reference import PrefillPlan
-from pop_export.verify import NUM_STEPS, Check, bundle_logits, compare_logits
+from pop_export.verify import NUM_STEPS, Check, compare_logits
 from pop_runtime.errors import ModelError
 from pop_runtime.kv_cache import allocate_cache
-from pop_runtime.manifest import Manifest, Segment
-from pop_runtime.schedule import Stretch
+from pop_runtime.manifest import Manifest, Segment, Windows
+from pop_runtime.schedule import Stretch, plan_turn
 from pop_runtime.sequence import Sequence as TokenSequence
 from pop_runtime.sessions import SessionPair, open_graphs, open_segments, visible_cores
 
@@ -115,9 +115,15 @@ def _check(folder: Path, manifest: Manifest, ids: Sequence[int], threads: int) -
 
 
 def _logits(sessions: SessionPair, manifest: Manifest, ids: Sequence[int]) -> np.ndarray:
-    sequence = TokenSequence(sessions, allocate_cache(manifest, 1, len(ids)))
+    """Return the logits of stretches fed stage by stage, of a turn of both stages fed at once if possible, of steps."""
     num_prompt = len(ids) - NUM_STEPS
-    half = num_prompt // 2
-    feeds = [Stretch(0, half, "prefill"), Stretch(half, num_prompt, "decode")]
-    feeds += [Stretch(at, at + 1, "decode") for at in range(num_prompt, len(ids))]
-    return bundle_logits(sequence, ids, feeds)
+    quarter = num_prompt // 4
+    chunks = [[Stretch(0, quarter, "prefill")], [Stretch(0, quarter, "decode")]] if quarter else []
+    chunks.append(plan_turn(0, num_prompt - 2 * quarter, Windows(1, max(1, quarter)), num_prompt))
+    chunks += [[Stretch(0, 1, "decode")]] * NUM_STEPS
+    sequence = TokenSequence(sessions, allocate_cache(manifest, 1, len(ids)))
+    rows = [
+        sequence.feed_stretches(ids[sequence.num_cached : sequence.num_cached + chunk[-1].stop], chunk)
+        for chunk in chunks
+    ]
+    return np.stack([row for row in rows if row is not None])

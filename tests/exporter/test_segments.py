@@ -32,7 +32,7 @@ def llama():
     return model, build_decode_graph(model, kv_layout(model))
 
 
-def _plan(model, skipped: set[int], surrogates: set[int] = frozenset()) -> PrefillPlan:
+def segments_plan(model, skipped: set[int], surrogates: set[int] = frozenset()) -> PrefillPlan:
     size = model.config.hidden_size
     generator = torch.Generator().manual_seed(1)
     made = {
@@ -44,7 +44,7 @@ def _plan(model, skipped: set[int], surrogates: set[int] = frozenset()) -> Prefi
     return PrefillPlan(frozenset(skipped), {}, made)
 
 
-def _manifest(model, skipped: set[int]) -> Manifest:
+def segments_manifest(model, skipped: set[int]) -> Manifest:
     layers = kv_layout(model)
     return Manifest(
         model={}, vocab_size=model.config.vocab_size, max_positions=model.config.max_position_embeddings,
@@ -61,7 +61,7 @@ def _borders(decode: ir.Model, plan: PrefillPlan) -> list[tuple[str, str | None,
 
 def test_segments_end_where_kept_and_skipped_layers_meet(llama):
     model, decode = llama  # 4 layers
-    assert _borders(decode, _plan(model, {1})) == [
+    assert _borders(decode, segments_plan(model, {1})) == [
         ("segment-0-kept", None, "layers.0.output"),
         ("segment-1-skipped", "layers.0.output", None),  # hidden states pass a skipped layer unchanged
         ("segment-1-full", "layers.0.output", "layers.1.output"),
@@ -73,11 +73,11 @@ def test_segments_end_where_kept_and_skipped_layers_meet(llama):
 
 def test_a_surrogate_leaves_a_segment_as_hidden_states_of_its_own(llama):
     model, decode = llama
-    assert _borders(decode, _plan(model, {0, 1}, {1}))[0] == ("segment-0-skipped", None, "layers.1.passed_on")
+    assert _borders(decode, segments_plan(model, {0, 1}, {1}))[0] == ("segment-0-skipped", None, "layers.1.passed_on")
     # the first of two has the surrogate, the second passes it on
-    assert _borders(decode, _plan(model, {0, 1}, {0}))[0] == ("segment-0-skipped", None, "layers.0.passed_on")
+    assert _borders(decode, segments_plan(model, {0, 1}, {0}))[0] == ("segment-0-skipped", None, "layers.0.passed_on")
     # without one, what leaves the first layers is the embedding
-    assert _borders(decode, _plan(model, {0, 1}))[0] == ("segment-0-skipped", None, "layers.0.input")
+    assert _borders(decode, segments_plan(model, {0, 1}))[0] == ("segment-0-skipped", None, "layers.0.input")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,11 @@ def test_a_surrogate_leaves_a_segment_as_hidden_states_of_its_own(llama):
 )
 def test_a_chain_computes_what_its_graph_does_and_holds_kept_layers_once(llama, tmp_path, skipped, surrogates):
     model, decode = llama
-    plan, manifest, decode = _plan(model, skipped, surrogates), _manifest(model, skipped), decode.clone()
+    plan, manifest, decode = (
+        segments_plan(model, skipped, surrogates),
+        segments_manifest(model, skipped),
+        decode.clone(),
+    )
     prefill = cut_prefill_graph(decode, plan)
     save_graphs(tmp_path, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
     weights = (tmp_path / manifest.weights).read_bytes()
@@ -119,7 +123,7 @@ def _logits(pair, manifest: Manifest) -> np.ndarray:
 
 def test_layers_that_read_more_than_hidden_states_leave_a_bundle_without_segments(llama, tmp_path):
     model, decode = llama
-    plan, manifest, decode = _plan(model, {1}), _manifest(model, {1}), decode.clone()
+    plan, manifest, decode = segments_plan(model, {1}), segments_manifest(model, {1}), decode.clone()
     marked = {value.name: value for node in decode.graph for value in node.outputs}
     late = next(node for node in decode.graph if node.inputs and node.inputs[0] is marked["layers.2.output"])
     total = ir.node("Add", [marked["layers.2.output"], marked["layers.0.output"]])  # a skip across the borders
@@ -136,7 +140,7 @@ def test_layers_that_read_more_than_hidden_states_leave_a_bundle_without_segment
 
 def test_a_wrong_hand_over_fails_the_comparison(llama, tmp_path):
     model, decode = llama
-    plan, manifest, decode = _plan(model, {1}), _manifest(model, {1}), decode.clone()
+    plan, manifest, decode = segments_plan(model, {1}), segments_manifest(model, {1}), decode.clone()
     prefill = cut_prefill_graph(decode, plan)
     save_graphs(tmp_path, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
     segments = list(add_segments(tmp_path, manifest, (decode, prefill), plan, IDS, 1).manifest.segments)

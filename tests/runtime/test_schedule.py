@@ -1,9 +1,10 @@
 import itertools
+from collections.abc import Iterable
 
 import pytest
 
 from pop_runtime.manifest import Windows
-from pop_runtime.schedule import Stretch, plan_turn
+from pop_runtime.schedule import Stretch, plan_joined_turn, plan_turn
 
 
 def _plan(
@@ -58,3 +59,33 @@ def test_stretches_always_cover_the_turn_and_end_full(num_past: int) -> None:
         assert set(stages[-boundary:]) == {"decode"}
         assert all(stage == "decode" for stage in stages[: max(sink - num_past, 0)])
         assert stages.count("prefill") == max(num_new - boundary - min(max(sink - num_past, 0), num_new), 0)
+
+
+def test_a_joined_turn_is_cut_at_multiples_of_the_chunk_and_where_the_stage_changes() -> None:
+    chunks = plan_joined_turn(0, 12, Windows(2, 3), 5)
+    assert [[(part.start, part.stop, part.stage) for part in chunk] for chunk in chunks] == [
+        [(0, 2, "decode"), (2, 5, "prefill")],
+        [(5, 9, "prefill"), (9, 10, "decode")],
+        [(10, 12, "decode")],
+    ]
+
+
+@pytest.mark.parametrize("num_past", [0, 2, 9])
+def test_a_joined_turn_sends_every_token_through_the_graph_of_the_plain_one(num_past: int) -> None:
+    for num_new, sink, boundary, chunk in itertools.product(range(1, 12), range(4), range(1, 5), (1, 3, 50)):
+        windows = Windows(sink, boundary)
+        joined = plan_joined_turn(num_past, num_new, windows, chunk)
+        assert [(part[0].start, part[-1].stop) for part in joined] == [
+            (at, min(at + chunk, num_new)) for at in range(0, num_new, chunk)
+        ]
+        plain = plan_turn(num_past, num_new, windows, chunk)
+        assert _stages(part for parts in joined for part in parts) == _stages(plain)
+
+
+def _stages(stretches: Iterable[Stretch]) -> list[str]:
+    """Return the stage of every token; fails if stretches leave a gap."""
+    stages: list[str] = []
+    for stretch in stretches:
+        assert stretch.start == len(stages) < stretch.stop
+        stages += [stretch.stage] * (stretch.stop - stretch.start)
+    return stages

@@ -58,68 +58,102 @@ class ChainedSession:
     def run_with_iobinding(self, binding: ChainedBinding, run_options: Any = None) -> None:
         """Run every link, each on the hidden states of the one before."""
         binding.bind_hidden()
-        for link, bound in zip(self.links, binding.bindings, strict=True):
-            link.session.run_with_iobinding(bound, run_options)
+        for bound in binding.links:
+            bound.run(run_options)
+
+
+class BoundLink:
+    """One session of a chain and what its inputs and outputs are bound to."""
+
+    def __init__(self, link: Link) -> None:
+        self.link, self.binding = link, link.session.io_binding()
+        self.inputs = {arg.name: arg for arg in link.session.get_inputs()}
+        self.outputs = {arg.name: arg for arg in link.session.get_outputs()}
+
+    def bind_cpu_input(self, name: str, array: np.ndarray) -> None:
+        """Bind an array to an input, if there is one of that name."""
+        if name in self.inputs:
+            self.binding.bind_cpu_input(name, array)
+
+    def new_hidden(self, batch: int, num_tokens: int) -> np.ndarray:
+        """Return room for the hidden states [B, S, E] that this link makes of so many tokens."""
+        assert self.link.hidden_out is not None
+        output = self.outputs[self.link.hidden_out]
+        return np.empty((batch, num_tokens, output.shape[2]), NUMPY_TYPES[output.type])
+
+    def bind_hidden(self, given: np.ndarray | None, made: np.ndarray | None) -> None:
+        """Bind hidden states, each [B, S, E] without gaps; the caller keeps them alive.
+
+        Args:
+            given: read, if the link reads any.
+            made: written, if the link makes any.
+        """
+        if self.link.hidden_in is not None:
+            assert given is not None
+            self.binding.bind_input(self.link.hidden_in, *_where(given, self.inputs[self.link.hidden_in].type))
+        if self.link.hidden_out is not None:
+            assert made is not None
+            self.binding.bind_output(self.link.hidden_out, *_where(made, self.outputs[self.link.hidden_out].type))
+
+    def run(self, run_options: Any = None) -> None:
+        """Run the session on what is bound."""
+        self.link.session.run_with_iobinding(self.binding, run_options)
+
+
+def _where(array: np.ndarray, kind: str) -> tuple[str, int, int, list[int], int]:
+    """Return where an array lies, as a binding is told."""
+    assert array.flags.c_contiguous
+    return "cpu", 0, ONNX_TYPES[kind], list(array.shape), array.ctypes.data
 
 
 class ChainedBinding:
     """Inputs and outputs of a chain; the hidden states between links are its own."""
 
     def __init__(self, chain: ChainedSession) -> None:
-        self._chain = chain
-        self.bindings = [link.session.io_binding() for link in chain.links]
-        self._inputs, self._outputs = (
-            [{arg.name: arg for arg in args} for args in ends]
-            for ends in (
-                [link.session.get_inputs() for link in chain.links],
-                [link.session.get_outputs() for link in chain.links],
-            )
-        )
-        self._hidden: list[onnxruntime.OrtValue] = []  # a binding does not keep memory alive
+        self._ids = chain.ids
+        self.links = [BoundLink(link) for link in chain.links]
+        self._hidden: list[np.ndarray] = []  # a binding does not keep memory alive
         self._size, self._bound_size = (0, 0), (0, 0)  # B and S of the ids, and of the hidden states bound last
 
     def bind_input(self, name: str, *where: Any) -> None:
         """Let every link that reads `name` read this memory."""
-        for binding, inputs in zip(self.bindings, self._inputs, strict=True):
-            if name in inputs:
-                binding.bind_input(name, *where)
+        for bound in self.links:
+            if name in bound.inputs:
+                bound.binding.bind_input(name, *where)
 
     def bind_output(self, name: str, *where: Any) -> None:
         """Let the link that makes `name` write to this memory."""
-        for binding, outputs in zip(self.bindings, self._outputs, strict=True):
-            if name in outputs:
-                binding.bind_output(name, *where)
+        for bound in self.links:
+            if name in bound.outputs:
+                bound.binding.bind_output(name, *where)
 
     def bind_ortvalue_output(self, name: str, value: onnxruntime.OrtValue) -> None:
         """Let the link that makes `name` write it here."""
-        for binding, outputs in zip(self.bindings, self._outputs, strict=True):
-            if name in outputs:
-                binding.bind_ortvalue_output(name, value)
+        for bound in self.links:
+            if name in bound.outputs:
+                bound.binding.bind_ortvalue_output(name, value)
 
     def bind_cpu_input(self, name: str, array: np.ndarray) -> None:
         """Let every link that reads `name` read this array."""
-        if name == self._chain.ids:
+        if name == self._ids:
             self._size = (array.shape[0], array.shape[1])
-        for binding, inputs in zip(self.bindings, self._inputs, strict=True):
-            if name in inputs:
-                binding.bind_cpu_input(name, array)
+        for bound in self.links:
+            bound.bind_cpu_input(name, array)
 
     def bind_hidden(self) -> None:
         """Bind hidden states of the size of the ids; nothing to do while that stays the same."""
         if self._size == self._bound_size:
             return
-        from onnxruntime import OrtValue
-
-        current: onnxruntime.OrtValue | None = None
-        hidden: list[onnxruntime.OrtValue] = []
-        for link, binding, outputs in zip(self._chain.links, self.bindings, self._outputs, strict=True):
-            if link.hidden_in is not None:
-                binding.bind_ortvalue_input(link.hidden_in, current)
-            if link.hidden_out is not None:
-                output = outputs[link.hidden_out]
-                buffer = np.empty((*self._size, output.shape[2]), NUMPY_TYPES[output.type])
-                kind = ONNX_TYPES[output.type]
-                current = OrtValue.ortvalue_from_numpy_with_onnx_type(buffer, kind)
-                binding.bind_ortvalue_output(link.hidden_out, current)
-                hidden.append(current)
+        current: np.ndarray | None = None
+        hidden: list[np.ndarray] = []
+        for bound in self.links:
+            made = None if bound.link.hidden_out is None else bound.new_hidden(*self._size)
+            bound.bind_hidden(current, made)
+            if made is not None:
+                current = made
+                hidden.append(made)
         self._hidden, self._bound_size = hidden, self._size
+
+    def forget_hidden(self) -> None:
+        """Bind hidden states anew before the next run: somebody else has bound the links to others."""
+        self._hidden, self._bound_size = [], (0, 0)

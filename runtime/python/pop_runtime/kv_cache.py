@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from pop_runtime.cancel import Cancellation, Cancelled
-from pop_runtime.chain import ChainedBinding, ChainedSession
+from pop_runtime.chain import BoundLink, ChainedBinding, ChainedSession
 from pop_runtime.device_buffer import Buffer, address, copy_positions, zeros
 from pop_runtime.errors import BackendError
 from pop_runtime.manifest import Manifest
@@ -119,8 +120,8 @@ class BoundGraph:
         self, session: onnxruntime.InferenceSession | ChainedSession, cache: KvCache, name: str, has_logits: bool
     ) -> None:
         manifest, self._cache, self._session, self._name = cache.manifest, cache, session, name
-        self._binding = session.io_binding()
-        cache.bind(self._binding)  # the binding does not keep the memory alive: `_cache` does
+        self.binding = session.io_binding()
+        cache.bind(self.binding)  # the binding does not keep the memory alive: `_cache` does
         self._ids_name, self._mask_name = manifest.input_ids, manifest.attention_mask
         self._ones = np.ones((1, cache.capacity), np.int64)
         self._one_token = np.zeros((cache.batch, 1), np.int64)  # [B, 1], bound again only after a longer input
@@ -138,7 +139,7 @@ class BoundGraph:
         shape = (self._cache.batch, 1, manifest.vocab_size)
         self._logits = np.zeros(shape, _STORAGE[self._logits_kind])
         value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(self._logits, _ONNX_TYPES[self._logits_kind])
-        self._binding.bind_ortvalue_output(manifest.logits, value)
+        self.binding.bind_ortvalue_output(manifest.logits, value)
         self._logits_value = value  # the binding does not keep the memory alive
 
     def run(self, ids: np.ndarray, lengths: np.ndarray, cancellation: Cancellation | None = None) -> None:
@@ -160,16 +161,42 @@ class BoundGraph:
         if ids.shape[1] == 1:
             self._one_token[:] = ids
             ids = self._one_token
-        try:
+        with self._errors(ids.shape[1], total, cancellation):
             if ids.shape[1] != 1 or self._bound_tokens != 1:
-                self._binding.bind_cpu_input(self._ids_name, np.ascontiguousarray(ids))
+                self.binding.bind_cpu_input(self._ids_name, np.ascontiguousarray(ids))
                 self._bound_tokens = ids.shape[1]
-            self._binding.bind_cpu_input(self._mask_name, mask)
-            self._session.run_with_iobinding(self._binding, None if cancellation is None else cancellation.run_options)
+            self.binding.bind_cpu_input(self._mask_name, mask)
+            self._session.run_with_iobinding(self.binding, None if cancellation is None else cancellation.run_options)
+
+    def run_link(self, link: BoundLink, ids: np.ndarray, total: int, cancellation: Cancellation | None = None) -> None:
+        """Run one link of a chain, whose hidden states are bound, over the new tokens of a single row.
+
+        Args:
+            link: of this graph's binding.
+            ids: [1, S] int64.
+            total: tokens of the row after this run.
+            cancellation: as for `run`, and so are the errors.
+        """
+        with self._errors(ids.shape[1], total, cancellation):
+            link.bind_cpu_input(self._ids_name, np.ascontiguousarray(ids))
+            link.bind_cpu_input(self._mask_name, self._ones[:, :total])
+            link.run(None if cancellation is None else cancellation.run_options)
+
+    def forget_bound(self) -> None:
+        """Bind everything but the KV buffers and logits anew before the next run: links were run by themselves."""
+        assert isinstance(self.binding, ChainedBinding)
+        self.binding.forget_hidden()
+        self._bound_tokens = 0
+
+    @contextmanager
+    def _errors(self, num_tokens: int, total: int, cancellation: Cancellation | None) -> Iterator[None]:
+        """Turn ONNX Runtime's errors within a run into those of the runtime."""
+        try:
+            yield
         except Exception as error:  # ONNX Runtime's errors share no base but Exception
             if cancellation is not None and cancellation.is_set:
                 raise Cancelled from error
-            raise backend_error(self._name, f"a run over {ids.shape[1]} tokens, {total} in all", error) from error
+            raise backend_error(self._name, f"a run over {num_tokens} tokens, {total} in all", error) from error
 
     def logits(self) -> np.ndarray:
         """Return a copy of the last run's logits, [B, V] float32."""

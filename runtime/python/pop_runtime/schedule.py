@@ -45,6 +45,23 @@ def plan_turn(num_past: int, num_new: int, windows: Windows | None, chunk_tokens
     )
 
 
+def plan_joined_turn(num_past: int, num_new: int, windows: Windows | None, chunk_tokens: int) -> list[list[Stretch]]:
+    """Return chunks of a turn for a runtime that feeds both graphs at once, each cut where its stage changes.
+
+    Every token goes through the graph that `plan_turn` says. A chunk begins at a multiple of `chunk_tokens`.
+    """
+    whole = plan_turn(num_past, num_new, windows, num_new)
+    chunks = [(at, min(at + chunk_tokens, num_new)) for at in range(0, num_new, chunk_tokens)]
+    return [
+        [
+            Stretch(max(stretch.start, start), min(stretch.stop, stop), stretch.stage)
+            for stretch in whole
+            if stretch.start < stop and stretch.stop > start
+        ]
+        for start, stop in chunks
+    ]
+
+
 def _chunks(start: int, stop: int, stage: Stage, chunk_tokens: int) -> list[Stretch]:
     """Return `start..stop` cut into stretches of at most `chunk_tokens`."""
     return [Stretch(at, min(at + chunk_tokens, stop), stage) for at in range(start, stop, chunk_tokens)]

@@ -11,15 +11,17 @@ import numpy as np
 
 from pop_runtime.cancel import Cancellation
 from pop_runtime.errors import UsageError
+from pop_runtime.joined import joined_graphs
 from pop_runtime.kv_cache import EMPTY, FULL, PRUNED, BoundGraph, KvCache, grown_cache
 from pop_runtime.manifest import Manifest, Windows
-from pop_runtime.schedule import Stage, plan_turn
+from pop_runtime.schedule import Stage, Stretch, plan_joined_turn, plan_turn
 from pop_runtime.sessions import SessionPair
 
 Prefill = Literal["pop", "full"]
 # Longest stretch fed at once: the largest that costs no more memory than a smaller one. SmolLM2, 4000 tokens, CPU s and
 # peak MB without the cache (benchmarks/prefill_memory.py): 128: 17.2, 1156; 512: 16.7, 1175; 2048: 19.4, 1258.
 CHUNK_TOKENS = 512
+DEPTH = {"prefill": PRUNED, "decode": FULL}
 
 
 class Sequence:
@@ -41,6 +43,7 @@ class Sequence:
         prefill = BoundGraph(self._sessions.prefill, cache, names.prefill_graph, has_logits=False)
         decode = BoundGraph(self._sessions.decode, cache, names.decode_graph, has_logits=True)
         self.cache, self._prefill, self._decode = cache, prefill, decode
+        self._joined = joined_graphs(prefill, decode)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -119,9 +122,9 @@ class Sequence:
             if self.num_cached < start:
                 self.feed(self.token_ids[-1:], "decode", cancellation)
             chunk = min(chunk_tokens, self.cache.place.longest_run)
-            for stretch in plan_turn(start, len(ids), windows if prefill == "pop" else None, chunk):
-                piece = ids[stretch.start : stretch.stop]
-                self.feed(piece, stretch.stage, cancellation)
+            for stretches in self._plan(start, len(ids), windows if prefill == "pop" else None, chunk):
+                piece = ids[stretches[0].start : stretches[-1].stop]
+                self.feed_stretches(piece, stretches, cancellation)
                 self.token_ids.extend(piece)
         except BaseException:  # an interrupt from the keyboard too
             self.rewind(start)
@@ -173,9 +176,38 @@ class Sequence:
         stop = self.num_cached + len(ids)
         graph = self._prefill if stage == "prefill" else self._decode
         graph.run(np.array([ids], np.int64), np.array([stop], np.int64), cancellation)
-        self.cache.depth[0, self.num_cached : stop] = PRUNED if stage == "prefill" else FULL
+        self.cache.depth[0, self.num_cached : stop] = DEPTH[stage]
         self.num_cached = stop
         return None if stage == "prefill" else graph.logits()[0]
+
+    def feed_stretches(
+        self, ids: Ids[int], stretches: Ids[Stretch], cancellation: Cancellation | None = None
+    ) -> np.ndarray | None:
+        """Run stretches of one chunk, each through the graph of its stage, at once where both graphs lie in segments.
+
+        Args:
+            ids: the next tokens, checked and with room for them.
+            stretches: they cover `ids` in order; only where they begin and end relative to each other counts.
+            cancellation: ends the run when it is set.
+
+        Returns:
+            Logits of the last token, [V] float32; None if its stage is prefill.
+        """
+        start, past = stretches[0].start, self.num_cached
+        within = [Stretch(part.start - start, part.stop - start, part.stage) for part in stretches]
+        if self._joined is None or len(within) == 1:
+            return [self.feed(ids[part.start : part.stop], part.stage, cancellation) for part in within][-1]
+        self._joined.run(np.array([ids], np.int64), past, within, cancellation)
+        for part in within:
+            self.cache.depth[0, past + part.start : past + part.stop] = DEPTH[part.stage]
+        self.num_cached = past + len(ids)
+        return None if within[-1].stage == "prefill" else self._decode.logits()[0]
+
+    def _plan(self, num_past: int, num_new: int, windows: Windows | None, chunk_tokens: int) -> list[list[Stretch]]:
+        """Return the stretches of a turn, chunk by chunk."""
+        if self._joined is None:
+            return [[stretch] for stretch in plan_turn(num_past, num_new, windows, chunk_tokens)]
+        return plan_joined_turn(num_past, num_new, windows, chunk_tokens)
 
 
 def check_prefill(prefill: str) -> None:
