@@ -24,6 +24,7 @@ from pop_export.reference import PrefillPlan
 from pop_export.speed import measure_speed
 from pop_export.verify import NUM_STEPS, prompt_length, verify
 from pop_runtime.manifest import Manifest, read_manifest
+from pop_runtime.sessions import open_pair
 
 SCATTERED = "5,12-14,18,20-29"
 
@@ -39,7 +40,7 @@ def main() -> None:
         folder = arguments.bundle or export(ExportConfig(model=arguments.model, out=Path(scratch) / "bundle")).folder
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         manifest = read_manifest(folder)
-        speed = measure_speed(folder, manifest, None, rounds=arguments.rounds)
+        speed = measure_speed(open_pair(folder, manifest, None), manifest, rounds=arguments.rounds)
         rows = [(check["name"], f"{check['largest_difference']:.1e}", "<= 1e-3")
                 for check in report["verification"]["checks"]]  # fmt: skip
         if manifest.plan.num_layers == 30:
@@ -74,7 +75,8 @@ def scattered_difference(manifest: Manifest, model: str) -> float:
     graphs = {manifest.decode_graph: decode, manifest.prefill_graph: cut_prefill_graph(decode, plan)}
     with tempfile.TemporaryDirectory() as folder:
         save_graphs(Path(folder), graphs, manifest.weights)
-        found = verify(Path(folder), manifest, checkpoint.model, plan, ids, None)
+        sessions = open_pair(Path(folder), manifest, None)
+        found = verify(sessions, manifest, checkpoint.model, plan, ids)
     return max(check.largest_difference for check in found.checks)
 
 

@@ -48,7 +48,8 @@ def main() -> None:
         folder = arguments.folder or Path(name)
         manifest, checkpoint = exported(folder, arguments)
         skipped = manifest.plan.skipped_layers
-        speed = measure_speed(folder, manifest, arguments.threads)
+        sessions = open_pair(folder, manifest, arguments.threads)
+        speed = measure_speed(sessions, manifest)
         cpu_ms = cpu_times(folder, manifest, speed.num_prompt_tokens)
         result = {"dialect": arguments.dialect, "skipped_layers": skipped, "speed": dataclasses.asdict(speed)}
         result["cpu_ms"] = cpu_ms
@@ -69,7 +70,7 @@ def main() -> None:
             num_tokens = prompt_length(model) + NUM_STEPS
             samples = calibration_samples(checkpoint.tokenizer, num_samples=1, length=num_tokens, seed=0)
             plan = PrefillPlan(frozenset(skipped))
-            checks = verify(folder, manifest, model, plan, samples.ids[0].tolist(), arguments.threads).checks
+            checks = verify(sessions, manifest, model, plan, samples.ids[0].tolist()).checks
             for check in checks:
                 print(
                     f"{check.name}: {check.largest_difference:.1e}, largest logit {check.largest_logit:.3g}", flush=True

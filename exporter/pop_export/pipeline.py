@@ -55,7 +55,7 @@ from pop_export.verify import (
 )
 from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
 from pop_runtime.model import Model
-from pop_runtime.sessions import open_pair
+from pop_runtime.sessions import SessionPair, open_graphs, open_pair, visible_cores
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
@@ -123,21 +123,24 @@ def export(config: ExportConfig) -> Bundle:
                 folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights
             )
         with watch.stage("verify", "verifying against PyTorch"):
+            whole = open_graphs(folder, manifest, config.threads or visible_cores())
             verification, last_layer = _verified(
-                folder, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt, config.threads
+                folder, whole, manifest, (decode, prefill), checkpoint, fitted.plan, stored, prompt
             )
             require_passed([*verification.checks, last_layer])
-            segmented = add_segments(folder, manifest, (decode, prefill), fitted.plan, prompt, config.threads)
+            segmented = add_segments(folder, manifest, (decode, prefill), fitted.plan, prompt, whole)
             require_passed(segmented.checks)
             manifest = segmented.manifest
+            del whole
         with watch.stage("measure", "measuring speed and damage"):
-            speed = measure_speed(folder, manifest, config.threads)
-            damage = None if original is None else precision_damage(folder, manifest, original, config.threads)
+            sessions = open_pair(folder, manifest, config.threads)
+            speed = measure_speed(sessions, manifest)
+            damage = None if original is None else precision_damage(sessions, manifest, original)
             if damage is not None and config.precision == "int8-dynamic":
                 require_small_damage(damage)
         manifest = _with_texts(folder, manifest, checkpoint)
         with watch.stage("sample", "generating sample answers"):
-            answers = sample_answers(Model(folder, manifest, open_pair(folder, manifest, config.threads)))
+            answers = sample_answers(Model(folder, manifest, sessions))
         report = build_report(
             config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
         )
@@ -241,21 +244,21 @@ def _original_scores(
 
 def _verified(
     folder: Path,
+    sessions: SessionPair,
     manifest: Manifest,
     graphs: tuple[ir.Model, ir.Model],
     checkpoint: Checkpoint,
     plan: PrefillPlan,
     stored: StoredPrecision,
     text: list[int],
-    threads: int | None,
 ) -> tuple[Verification, Check]:
     """Return the comparisons with PyTorch, which computes with the weights as the bundle stores them."""
     model, plan = checkpoint.model, stored.twin_plan(plan)
     with stored.twin(model):
         if stored.quantization is not None:
-            return verify_quantized(folder, manifest, graphs, model, plan, text, threads)
-        checks = verify(folder, manifest, model, plan, text, threads)
-        return checks, verify_last_layer(folder, manifest, graphs[0], model, text, threads)
+            return verify_quantized(folder, sessions, manifest, graphs, model, plan, text)
+        checks = verify(sessions, manifest, model, plan, text)
+        return checks, verify_last_layer(folder, sessions, manifest, graphs[0], model, text)
 
 
 def _manifest(

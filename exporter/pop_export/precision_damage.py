@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from pop_runtime.errors import GateError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.schedule import Stretch, plan_turn
-from pop_runtime.sessions import open_pair
+from pop_runtime.sessions import SessionPair
 
 MAX_WINDOWS = 8
 MAX_SCORED_TOKENS = 32  # predictions compared per window, after its prompt
@@ -70,11 +69,8 @@ def original_scores(
     return OriginalScores(texts, num_prompt, stretches, full, pruned)
 
 
-def precision_damage(
-    folder: Path, manifest: Manifest, original: OriginalScores, threads: int | None
-) -> PrecisionDamage:
-    """Return how far the bundle in `folder` is from the original model on the windows it was scored on."""
-    sessions = open_pair(folder, manifest, threads)
+def precision_damage(sessions: SessionPair, manifest: Manifest, original: OriginalScores) -> PrecisionDamage:
+    """Return how far a bundle is from the original model on the windows it was scored on."""
     full: list[np.ndarray] = []
     pruned: list[np.ndarray] = []
     for ids in original.windows:

@@ -23,7 +23,7 @@ from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest, Segment, Windows
 from pop_runtime.schedule import Stretch, plan_turn
 from pop_runtime.sequence import Sequence as TokenSequence
-from pop_runtime.sessions import SessionPair, open_graphs, open_segments, visible_cores
+from pop_runtime.sessions import SessionPair, open_graphs, open_segments
 
 EXACT = "exact-"  # begins the names of files that are there for the proof alone
 
@@ -43,7 +43,7 @@ def add_segments(
     graphs: tuple[ir.Model, ir.Model],
     plan: PrefillPlan,
     ids: Sequence[int],
-    threads: int | None,
+    whole: SessionPair,
 ) -> Segmented:
     """Write the segments of a bundle's graphs beside them.
 
@@ -53,18 +53,17 @@ def add_segments(
         graphs: decode and prefill, not fused, their weights in the folder.
         plan: what prefill leaves out.
         ids: text to compare on, NUM_STEPS tokens of it as single steps.
-        threads: of ONNX Runtime.
+        whole: sessions of both graphs.
     """
     try:
         segments = cut_segments(*graphs, plan)
     except (ModelError, ValueError) as problem:  # `extract` raises ValueError for a part that reads more than it should
         return Segmented(manifest, (), " ".join(str(problem).split()))
     written = dataclasses.replace(manifest, segments=_write(folder, segments))
-    count = threads or visible_cores()
     if not manifest.precision.startswith("int"):
-        return Segmented(written, (_check(folder, written, ids, count),))
+        return Segmented(written, (_check(folder, written, ids, whole),))
     with _exact_copies(folder, manifest, graphs, plan) as exact:
-        return Segmented(written, (_check(folder, exact, ids, count),))
+        return Segmented(written, (_check(folder, exact, ids, open_graphs(folder, exact, whole.threads)),))
 
 
 def segments_summary(segmented: Segmented) -> dict[str, Any]:
@@ -106,12 +105,11 @@ def _exact_copies(
             path.unlink()
 
 
-def _check(folder: Path, manifest: Manifest, ids: Sequence[int], threads: int) -> Check:
+def _check(folder: Path, manifest: Manifest, ids: Sequence[int], whole: SessionPair) -> Check:
     """Return how far the chains of segments are from the two graphs, over a pruned prompt, a full one and steps."""
-    whole, chained = (
-        _logits(open_with(folder, manifest, threads), manifest, ids) for open_with in (open_graphs, open_segments)
-    )
-    return compare_logits("segments, against the two graphs", chained, whole, manifest.kv_dtype)
+    chained = open_segments(folder, manifest, whole.threads)
+    found, wanted = (_logits(sessions, manifest, ids) for sessions in (chained, whole))
+    return compare_logits("segments, against the two graphs", found, wanted, manifest.kv_dtype)
 
 
 def _logits(sessions: SessionPair, manifest: Manifest, ids: Sequence[int]) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -12,9 +11,10 @@ from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest
 from pop_runtime.schedule import Stage
 from pop_runtime.sequence import Sequence
-from pop_runtime.sessions import open_pair
+from pop_runtime.sessions import SessionPair
 
 PROMPT_TOKENS = 1024
+WARM_UP_TOKENS = 128
 ROUNDS = 3
 DECODE_STEPS = 16
 
@@ -34,23 +34,22 @@ class Speed:
     decode_ms_per_token: float
 
 
-def measure_speed(folder: Path, manifest: Manifest, threads: int | None, rounds: int = ROUNDS) -> Speed:
+def measure_speed(sessions: SessionPair, manifest: Manifest, rounds: int = ROUNDS) -> Speed:
     """Return times of both graphs over `PROMPT_TOKENS` (fewer if the model takes less), of a turn, and of decode.
 
-    Prompts are random ids, each fed in one piece into an empty cache. The first round is a warm-up and not counted.
+    Prompts are random ids, each fed in one piece into an empty cache. A first round over few tokens warms up.
     """
-    sessions = open_pair(folder, manifest, threads)
     num_tokens = max(1, min(PROMPT_TOKENS, manifest.max_positions - DECODE_STEPS))
     cache = allocate_cache(manifest, 1, num_tokens + DECODE_STEPS)
     ids = np.random.default_rng(0).integers(0, manifest.vocab_size, num_tokens).tolist()
     stages: tuple[Stage, ...] = ("decode", "prefill")
     times: dict[str, list[float]] = {"decode": [], "prefill": [], "turn": []}
-    for _ in range(rounds + 1):
+    for length in (min(WARM_UP_TOKENS, num_tokens), *[num_tokens] * rounds):
         for stage in stages:
-            times[stage].append(_seconds(Sequence(sessions, cache), ids, stage))
+            times[stage].append(_seconds(Sequence(sessions, cache), ids[:length], stage))
         sequence = Sequence(sessions, cache)
         started = time.perf_counter()
-        sequence.append(ids)
+        sequence.append(ids[:length])
         times["turn"].append(time.perf_counter() - started)
     steps = [_seconds(sequence, [0], "decode") for _ in range(DECODE_STEPS)]
     full, pruned, turn = (float(np.median(times[way][1:])) for way in ("decode", "prefill", "turn"))

@@ -24,7 +24,7 @@ from pop_runtime.errors import GateError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest
 from pop_runtime.schedule import Stage, Stretch
-from pop_runtime.sessions import open_pair
+from pop_runtime.sessions import PREFILL_ENTRIES, SessionPair, open_graphs, open_session
 
 NUM_STEPS = 8  # single tokens fed after the prompt
 MIN_PROMPT_TOKENS = 96
@@ -77,26 +77,23 @@ def uneven_pieces(num_tokens: int, stage: Stage) -> list[Stretch]:
 
 
 def verify(
-    folder: Path,
+    sessions: SessionPair,
     manifest: Manifest,
     model: PreTrainedModel,
     plan: PrefillPlan,
     ids: Sequence[int],
-    threads: int | None,
     arithmetic: str | None = None,
 ) -> Verification:
-    """Return the comparisons of the bundle in `folder` with PyTorch.
+    """Return the comparisons of a bundle's two graphs with PyTorch.
 
     Args:
-        folder: holds the two graphs and the weights; no other file is read.
-        manifest: of that bundle.
+        sessions: of both graphs.
+        manifest: of the bundle.
         model: what it was exported from.
         plan: what its prefill graph leaves out.
         ids: text to verify on, `prompt_length(model)` + NUM_STEPS tokens.
-        threads: of ONNX Runtime.
         arithmetic: what the graphs compute in, a key of TOLERANCE; None: in the type of the KV buffers.
     """
-    sessions = open_pair(folder, manifest, threads)
     arithmetic = arithmetic or manifest.kv_dtype
     num_prompt = len(ids) - NUM_STEPS
     last = [Stretch(num_prompt - 1, num_prompt, "decode")]
@@ -118,37 +115,51 @@ def verify(
 
 
 def verify_last_layer(
-    folder: Path, manifest: Manifest, decode: ir.Model, model: PreTrainedModel, ids: Sequence[int], threads: int | None
+    folder: Path,
+    sessions: SessionPair,
+    manifest: Manifest,
+    decode: ir.Model,
+    model: PreTrainedModel,
+    ids: Sequence[int],
 ) -> Check:
     """Return how far a prefill that skips only the last layer is from the full model: nothing should be lost.
 
     Nothing reads what the last layer leaves at prompt positions, so this holds for any model; it tests the cutting,
     the cache and the hand-over between the graphs, whatever the plan is.
+
+    Args:
+        folder: holds the graphs and the weights.
+        sessions: of both graphs.
+        manifest: of the bundle.
+        decode: the decode graph, whose weights are in the folder.
+        model: as for `verify`.
+        ids: as for `verify`.
     """
     last_layer = len(manifest.kv_layers) - 1
     name = "last-layer-check.onnx"
     write_graph(cut_prefill_graph(decode, PrefillPlan(frozenset({last_layer}))), folder / name)
     try:
-        sessions = open_pair(folder, dataclasses.replace(manifest, prefill_graph=name), threads)
+        prefill = open_session(folder / name, sessions.threads, PREFILL_ENTRIES)
     finally:
         (folder / name).unlink()
     num_prompt = len(ids) - NUM_STEPS
     steps = [Stretch(at, at + 1, "decode") for at in range(num_prompt, len(ids))]
     pruned_prompt = [Stretch(0, num_prompt - 1, "prefill"), Stretch(num_prompt - 1, num_prompt, "decode")]
     full = _reference_logits(model, PrefillPlan(frozenset()), ids, [Stretch(0, num_prompt, "decode"), *steps])
-    sequence = runtime_sequence.Sequence(sessions, allocate_cache(manifest, 1, len(ids)))
+    pair = dataclasses.replace(sessions, prefill=prefill)
+    sequence = runtime_sequence.Sequence(pair, allocate_cache(manifest, 1, len(ids)))
     found = bundle_logits(sequence, ids, [*pruned_prompt, *steps])
     return compare_logits("only the last layer skipped, against the full model", found, full, manifest.kv_dtype)
 
 
 def verify_quantized(
     folder: Path,
+    sessions: SessionPair,
     manifest: Manifest,
     graphs: tuple[ir.Model, ir.Model],
     model: PreTrainedModel,
     plan: PrefillPlan,
     ids: Sequence[int],
-    threads: int | None,
 ) -> tuple[Verification, Check]:
     """Return the comparisons of a quantised bundle, and that with only the last layer skipped.
 
@@ -156,13 +167,13 @@ def verify_quantized(
     weights cannot pass; then its own fast kernels have to agree as far as they can.
 
     Args:
-        folder: as in `verify`.
+        folder: holds the graphs and the weights.
+        sessions: as in `verify`.
         manifest: as in `verify`.
         graphs: decode and prefill, their weights in the folder.
         model: computes with the weights that the bundle stores.
         plan: as in `verify`.
         ids: as in `verify`.
-        threads: as in `verify`.
     """
     exact = dataclasses.replace(manifest, decode_graph="exact-decode.onnx", prefill_graph="exact-prefill.onnx")
     copies = [graph.clone() for graph in graphs]
@@ -171,12 +182,13 @@ def verify_quantized(
             exact_kernels(copy)
             multiply_exactly(copy)
             write_graph(copy, folder / name)
-        proof = verify(folder, exact, model, plan, ids, threads)
-        last_layer = verify_last_layer(folder, exact, copies[0], model, ids, threads)
+        exact_sessions = open_graphs(folder, exact, sessions.threads)
+        proof = verify(exact_sessions, exact, model, plan, ids)
+        last_layer = verify_last_layer(folder, exact_sessions, exact, copies[0], model, ids)
     finally:
         for name in (exact.decode_graph, exact.prefill_graph):
             (folder / name).unlink(missing_ok=True)
-    fast = verify(folder, manifest, model, plan, ids, threads, "int8 activations")
+    fast = verify(sessions, manifest, model, plan, ids, "int8 activations")
     exact_checks = [dataclasses.replace(check, name=f"{check.name}, exact kernels") for check in proof.checks]
     checks = (*exact_checks, *fast.checks)
     return dataclasses.replace(proof, checks=checks), last_layer

@@ -31,7 +31,9 @@ def exported(request, llama, tmp_path_factory) -> tuple[Path, Manifest]:
     plan, manifest = segments_plan(model, skipped, surrogates), segments_manifest(model, skipped)
     prefill = cut_prefill_graph(decode, plan)
     save_graphs(folder, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
-    return folder, add_segments(folder, manifest, (decode, prefill), plan, IDS, 1).manifest
+    return folder, add_segments(
+        folder, manifest, (decode, prefill), plan, IDS, open_graphs(folder, manifest, 1)
+    ).manifest
 
 
 def _sequence(pair: SessionPair, manifest: Manifest) -> Sequence:

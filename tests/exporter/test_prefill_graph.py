@@ -16,6 +16,7 @@ from pop_export.reference import PrefillPlan
 from pop_export.verify import NUM_STEPS, prompt_length, require_passed, verify
 from pop_runtime.errors import GateError, ModelError
 from pop_runtime.manifest import Manifest, Plan, Windows
+from pop_runtime.sessions import open_pair
 from tests.exporter.test_refit import CONFIGS, fitted
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -46,7 +47,8 @@ class Traced:
             bos_token_id=None, pad_token_id=None, tokenizer=None, chat_template=None, generation_config=None,
         )  # fmt: skip
         ids = np.random.default_rng(0).integers(0, 250, prompt_length(self.model) + NUM_STEPS).tolist()
-        return verify(self.save(graph_plan, "pair"), manifest, self.model, twin_plan, ids, 1)
+        sessions = open_pair(self.save(graph_plan, "pair"), manifest, 1)
+        return verify(sessions, manifest, self.model, twin_plan, ids)
 
 
 @pytest.fixture(scope="module", params=TRACED)

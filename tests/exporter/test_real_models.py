@@ -65,7 +65,7 @@ def test_a_scattered_plan_equals_its_twin(bundle, smollm2, tmp_path):
     graphs = {manifest.decode_graph: decode, manifest.prefill_graph: cut_prefill_graph(decode, plan)}
     save_graphs(tmp_path, graphs, manifest.weights)
     ids = smollm2.tokenizer(QUESTION * 20)["input_ids"][: prompt_length(smollm2.model) + NUM_STEPS]
-    found = verify(tmp_path, manifest, smollm2.model, plan, ids, threads=None)
+    found = verify(open_pair(tmp_path, manifest, None), manifest, smollm2.model, plan, ids)
     assert max(check.largest_difference for check in found.checks) <= 1e-3
 
 

@@ -93,7 +93,7 @@ def test_a_chain_computes_what_its_graph_does_and_holds_kept_layers_once(llama, 
     prefill = cut_prefill_graph(decode, plan)
     save_graphs(tmp_path, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
     weights = (tmp_path / manifest.weights).read_bytes()
-    segmented = add_segments(tmp_path, manifest, (decode, prefill), plan, IDS, 1)
+    segmented = add_segments(tmp_path, manifest, (decode, prefill), plan, IDS, open_graphs(tmp_path, manifest, 1))
     assert segmented.why_not is None
     assert [check.passed for check in segmented.checks] == [True]
     assert segmented.checks[0].largest_difference < 1e-4
@@ -132,7 +132,7 @@ def test_layers_that_read_more_than_hidden_states_leave_a_bundle_without_segment
     late.replace_input_with(0, total.outputs[0])
     prefill = cut_prefill_graph(decode, plan)
     save_graphs(tmp_path, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
-    segmented = add_segments(tmp_path, manifest, (decode, prefill), plan, IDS, 1)
+    segmented = add_segments(tmp_path, manifest, (decode, prefill), plan, IDS, open_graphs(tmp_path, manifest, 1))
     assert (segmented.manifest, segmented.checks) == (manifest, ())
     assert "expected" in segments_summary(segmented)["why_not"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.onnx", "prefill.onnx", "weights.bin"]
@@ -143,7 +143,11 @@ def test_a_wrong_hand_over_fails_the_comparison(llama, tmp_path):
     plan, manifest, decode = segments_plan(model, {1}), segments_manifest(model, {1}), decode.clone()
     prefill = cut_prefill_graph(decode, plan)
     save_graphs(tmp_path, {manifest.decode_graph: decode, manifest.prefill_graph: prefill}, manifest.weights)
-    segments = list(add_segments(tmp_path, manifest, (decode, prefill), plan, IDS, 1).manifest.segments)
+    segments = list(
+        add_segments(
+            tmp_path, manifest, (decode, prefill), plan, IDS, open_graphs(tmp_path, manifest, 1)
+        ).manifest.segments
+    )
     full = next(part for part in segments if part.graph == "segment-1-full.onnx")
     segments[segments.index(full)] = dataclasses.replace(full, stages=("prefill",))
     skipped = next(part for part in segments if part.graph == "segment-1-skipped.onnx")

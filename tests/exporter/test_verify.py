@@ -41,7 +41,7 @@ def _written(folder, llama, decode: ir.Model, skipped) -> Manifest:
 @pytest.mark.parametrize("skipped", [(), (4,), (0,), (1, 3), (2, 3, 4), (0, 1, 2, 3)])
 def test_any_plan_equals_its_pytorch_twin_whole_and_in_pieces(tmp_path, llama, llama_decode, skipped):
     manifest = _written(tmp_path, llama, llama_decode, skipped)
-    found = verify(tmp_path, manifest, llama, PrefillPlan(frozenset(skipped)), IDS, threads=1)
+    found = verify(open_pair(tmp_path, manifest, 1), manifest, llama, PrefillPlan(frozenset(skipped)), IDS)
     assert [check.name for check in found.checks] == [
         "decode graph, prompt whole",
         "decode graph, prompt in uneven pieces",
@@ -54,7 +54,7 @@ def test_any_plan_equals_its_pytorch_twin_whole_and_in_pieces(tmp_path, llama, l
 
 def test_a_pair_that_skips_another_layer_than_planned_is_refused(tmp_path, llama, llama_decode):
     manifest = _written(tmp_path, llama, llama_decode, (2,))
-    found = verify(tmp_path, manifest, llama, PrefillPlan(frozenset({1})), IDS, threads=1)
+    found = verify(open_pair(tmp_path, manifest, 1), manifest, llama, PrefillPlan(frozenset({1})), IDS)
     with pytest.raises(GateError, match="pair, prompt whole: expected logits within"):
         require_passed(found.checks)
 
@@ -64,14 +64,15 @@ def test_a_decode_graph_with_one_altered_weight_is_refused(tmp_path, llama, llam
     bias = altered.graph.initializers["model.layers.2.input_layernorm.weight"]
     bias.const_value = ir.tensor(bias.const_value.numpy() * 1.01, name=bias.name)
     manifest = _written(tmp_path, llama, altered, (1,))
-    found = verify(tmp_path, manifest, llama, PrefillPlan(frozenset({1})), IDS, threads=1)
+    found = verify(open_pair(tmp_path, manifest, 1), manifest, llama, PrefillPlan(frozenset({1})), IDS)
     with pytest.raises(GateError, match="decode graph, prompt whole"):
         require_passed(found.checks)
 
 
 def test_skipping_only_the_last_layer_loses_nothing_whatever_the_plan(tmp_path, llama, llama_decode):
     manifest = _written(tmp_path, llama, llama_decode, (1, 2))
-    check = verify_last_layer(tmp_path, manifest, llama_decode, llama, IDS, threads=1)
+    sessions = open_pair(tmp_path, manifest, 1)
+    check = verify_last_layer(tmp_path, sessions, manifest, llama_decode, llama, IDS)
     assert check.passed and check.largest_difference < 1e-3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.onnx", "prefill.onnx", "weights.bin"]
 

@@ -17,6 +17,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from pop_export.graph.type_promotion import promotion_where_needed
+
 OPSET = 24
 _ATEN = torch.ops.aten
 _CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.dtype_layout, _ATEN.to.device, _ATEN.to.other, _ATEN.type_as.default)
@@ -26,15 +28,16 @@ def translate(program: ExportedProgram, input_names: list[str], output_names: li
     """Return a traced program as an ONNX graph; changes the program's conversions of type."""
 
     def export() -> ir.Model:
-        exported = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            optimize=False,
-            verbose=False,
-            input_names=input_names,
-            output_names=output_names,
-        )
+        with promotion_where_needed(program.graph_module):
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                optimize=False,
+                verbose=False,
+                input_names=input_names,
+                output_names=output_names,
+            )
         assert exported is not None
         return exported.model
 
