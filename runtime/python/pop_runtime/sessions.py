@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pop_runtime.chain import ChainedSession, Link
+from pop_runtime.device_weights import upload_shared
 from pop_runtime.engine import Engine, find_engine
 from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.manifest import Manifest, Segment
-from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on
+from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on, require_provider
 from pop_runtime.providers import CPU, HOST, Place, Target, shape_profiles
 
 # Settings of each session. Each has its own threads, which spin for work while idle unless told not to.
@@ -41,6 +42,7 @@ class SessionPair:
     place: Place = HOST  # of the KV buffers
     nodes_by_provider: dict[str, dict[str, int]] = field(default_factory=dict)  # by graph
     sharing: str = "nothing"  # which weights both hold once, for people
+    weights: tuple[onnxruntime.OrtValue, ...] = ()  # on a device, of both sessions: they have to live as long
 
 
 def visible_cores() -> int:
@@ -127,17 +129,28 @@ def open_graphs(
     if low_memory:
         prefill = {**prefill, **UNPACKED}
         decode = decode if is_quantized else {**decode, **UNPACKED}
-    graphs = ((manifest.prefill_graph, prefill, False), (manifest.decode_graph, decode, True))
-    for name, entries, has_logits in graphs:
-        session = open_session(folder / name, threads, entries, target, manifest, engine)
-        check_graph(session, manifest, str(folder / name), has_logits)
-        sessions.append(session)
     shapes = None if engine is None else engine.facts.shapes
     place = Place(target.provider.memory, target.device, shapes)
     names = (manifest.prefill_graph, manifest.decode_graph)
+    weights: dict[str, onnxruntime.OrtValue] = {}
+    if place.memory != HOST.memory and not target.provider.makes_context:
+        require_provider(target)  # says what is missing before anything is uploaded
+        opened = [graph_path(folder, name, engine) for name in names]
+        weights = upload_shared(opened, folder / manifest.weights, place)
+    for name, entries, has_logits in zip(names, (prefill, decode), (False, True), strict=True):
+        session = open_session(folder / name, threads, entries, target, manifest, engine, weights)
+        check_graph(session, manifest, str(folder / name), has_logits)
+        sessions.append(session)
     nodes = {name: nodes_by_provider(session) for name, session in zip(names, sessions, strict=True)}
     sharing = "nothing" if not low_memory else "what prefill reads" if is_quantized else "all weights, as in the file"
-    return SessionPair(sessions[0], sessions[1], threads, target, place, nodes, sharing)
+    if weights:
+        sharing = f"what both read, {len(weights)} tensors on {place.memory} {place.device}"
+    return SessionPair(sessions[0], sessions[1], threads, target, place, nodes, sharing, tuple(weights.values()))
+
+
+def graph_path(folder: Path, name: str, engine: Engine | None) -> Path:
+    """Return the file that is opened for a graph of the bundle: its own or the engine's."""
+    return (folder if engine is None else engine.folder) / name
 
 
 def engine_for(folder: Path, manifest: Manifest, target: Target, wanted: bool, verify: bool = True) -> Engine | None:
@@ -169,6 +182,7 @@ def open_session(
     target: Target = CPU,
     manifest: Manifest | None = None,
     engine: Engine | None = None,
+    weights: Mapping[str, onnxruntime.OrtValue] | None = None,
 ) -> onnxruntime.InferenceSession:
     """Return a session for one graph file; the provider is the one asked for or none.
 
@@ -179,6 +193,7 @@ def open_session(
         target: provider and device.
         manifest: of the bundle; needed with an engine.
         engine: its file of the same name is opened instead.
+        weights: initializers that take the place of those in the file, by name; they have to outlive the session.
 
     Raises:
         ModelError: no such file.
@@ -187,13 +202,14 @@ def open_session(
     if not path.is_file():
         raise ModelError(f"{path}: expected an ONNX graph, found none; re-run pop-export")
     options = session_options(threads, entries)
-    precision, profiles, graph = None, {}, str(path)
+    for name, value in (weights or {}).items():
+        options.add_initializer(name, value)
+    precision, profiles, graph = None, {}, str(graph_path(path.parent, path.name, engine))
     if engine is not None:
         assert manifest is not None
         precision, shapes = engine.facts.precision, engine.facts.shapes
         if shapes is not None:
             profiles = shape_profiles(manifest, shapes, path.name == manifest.decode_graph)
-        graph = str(engine.folder / path.name)
         if not target.provider.makes_context:
             # an optimised graph reads the bundle's weights, and needs no second optimisation
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
