@@ -66,10 +66,12 @@ def test_hidden_states_go_from_link_to_link_and_follow_the_size_of_the_ids():
     [
         ("fp32", False, "segments"), ("fp32", True, "graphs"), ("fp16", False, "segments"),
         ("int8-block32-symmetric", False, "segments"), ("int8-block32-symmetric", True, "segments"),
-        ("int4-block32-gptq", False, "graphs"), ("int4-block32-gptq", True, "segments"),
+        ("int4-block32-gptq", False, "segments"), ("int4-block32-gptq", True, "segments"),
     ],
 )  # fmt: skip
-def test_segments_are_used_where_they_cost_no_speed(bundle, monkeypatch, precision, low_memory, opened):
+def test_segments_are_used_unless_weights_stay_as_they_lie_in_the_file(
+    bundle, monkeypatch, precision, low_memory, opened
+):
     segment = Segment("s.onnx", ("prefill", "decode"), None, None)
     manifest = dataclasses.replace(read_manifest(bundle), precision=precision, segments=(segment,))
     asked: list[str] = []

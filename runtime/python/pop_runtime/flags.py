@@ -86,7 +86,11 @@ def make_parser() -> argparse.ArgumentParser:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--threads", type=int, metavar="N", help="threads (default: the cores this process may use)")
     add_target_flags(machine)
-    machine.add_argument("--low-memory", action="store_true", help="share more weights, for some speed")
+    machine.add_argument(
+        "--low-memory",
+        action="store_true",
+        help="leave weights that are not quantised as they lie in the file, for slower steps",
+    )
     machine.add_argument("--no-verify", action="store_true", help="do not compare the files' sha256 with the manifest")
     return parser
 

@@ -43,7 +43,8 @@ def load(
         folder: what `pop-export --out` made.
         threads: of each session; None takes the cores this process may run on.
         verify: whether to compare the sha256 of every file with the manifest.
-        low_memory: share the weights between prefill and decode where the precision allows it, for slower steps.
+        low_memory: leave weights that are not quantised as they lie in the file, both graphs sharing them, for slower
+            steps.
         ep: execution provider, a key of `providers.PROVIDERS`.
         device: number of its device.
         engine: run what `pop-compile` made for this provider on this machine; the TensorRT providers always do.

@@ -62,15 +62,14 @@ def open_pair(
 ) -> SessionPair:
     """Return both graphs, each session with `threads` threads (None: the visible cores).
 
-    On the CPU, a bundle with segments is two chains of them, which hold the kept layers once. 4-bit weights are the
-    exception, because prefill and decode have kernels of their own: they share with `low_memory` only. Weights that are
-    not quantised share all with `low_memory`, as they lie in the file.
+    On the CPU, a bundle with segments is two chains of them, which hold the kept layers once. With `low_memory` weights
+    that are not quantised are left as they lie in the file, whole graphs sharing all of them.
 
     Args:
         folder: of the bundle.
         manifest: of the bundle.
         threads: on the CPU.
-        low_memory: share more of the weights, for some speed.
+        low_memory: share all weights that are not quantised, for slower steps.
         target: provider and device.
         engine: what `pop-compile` made for it, in place of the bundle's graphs.
 
@@ -82,8 +81,8 @@ def open_pair(
     if threads is not None and threads < 1:
         raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
     count = threads or visible_cores()
-    always, on_request = not manifest.precision.startswith("int4"), manifest.precision.startswith("int")
-    if manifest.segments and target == CPU and engine is None and (on_request if low_memory else always):
+    leaves_unpacked = low_memory and not manifest.precision.startswith("int")
+    if manifest.segments and target == CPU and engine is None and not leaves_unpacked:
         pair = open_segments(folder, manifest, count)
         check_graph(pair.prefill, manifest, str(folder / manifest.prefill_graph), has_logits=False)
         check_graph(pair.decode, manifest, str(folder / manifest.decode_graph), has_logits=True)

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help="cpu: time of the one thread, for a machine that others use (default wall)")  # fmt: skip
     add("--prefill", metavar="KIND,...", default="pop,full", help="pop, full or both (default %(default)s)")
     add("--peers", metavar="NAME=PATH,...", default="", help=f"other engines and their models: {', '.join(PEERS)}")
-    add("--low-memory", action="store_true", help="share the weights between prefill and decode, as pop-run does")
+    add("--low-memory", action="store_true", help="as for pop-run")
     add_target_flags(parser)
     add("--csv", type=Path, metavar="FILE", help="write every sample")
     add("--plot", type=Path, metavar="FILE", help="draw the time to first token over the prompt length")
