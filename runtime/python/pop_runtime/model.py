@@ -57,12 +57,16 @@ def load(
     target = Target(ep, device)
     path = Path(folder)
     manifest = read_manifest(path)
-    with _verified(path, manifest) if verify else nullcontext():
+    with ThreadPoolExecutor(1) as beside, _verified(path, manifest) if verify else nullcontext():
+        tokenizer = beside.submit(open_tokenizer, path / manifest.tokenizer) if manifest.tokenizer else None
         built = engine_for(path, manifest, target, engine, verify)
         if built is not None and built.facts.shapes is not None:  # an engine's buffers may be shorter than the model
             longest = min(manifest.max_positions, built.facts.shapes.max_seq_len)
             manifest = dataclasses.replace(manifest, max_positions=longest)
-        return Model(path, manifest, open_pair(path, manifest, threads, low_memory, target, built))
+        model = Model(path, manifest, open_pair(path, manifest, threads, low_memory, target, built))
+    if tokenizer is not None and tokenizer.exception() is None:  # a damaged one matters only to those who use text
+        model.tokenizer = tokenizer.result()
+    return model
 
 
 @contextmanager
@@ -88,7 +92,7 @@ def _verified(folder: Path, manifest: Manifest) -> Iterator[None]:
 class Model:
     """Both graphs of a bundle with its tokenizer, chat template and default settings; holds no sequence.
 
-    Tokenizer and template are read when first needed: work on ids needs neither.
+    The template is read when first needed, and so is a tokenizer that `load` could not read: work on ids needs neither.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, sessions: SessionPair) -> None:

@@ -17,14 +17,16 @@ from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on, r
 from pop_runtime.providers import CPU, HOST, Place, Target, shape_profiles
 
 # Settings of each session. Each has its own threads, which spin for work while idle unless told not to.
-# - Segments run one after another, dozens of times a second: threads spin while their segment runs and stop with it.
+# - Segments run one after another, dozens of times a second: threads spin while their segment runs and stop with it, or
+#   after a millisecond. Without that limit those of a session just opened spin on: 9 sessions took 1005 ms of CPU, 649
+#   with it, and runs took no longer (SmolLM2, 2 threads).
 # - Of two whole graphs, prefill threads do not spin, so that they cannot take cores from the decode steps that follow.
 #   It costs prefill little: 625 ms spinning, 641 ms not (SmolLM2, 511 tokens, 10 of 30 layers skipped, 2 cores).
 # - Decode threads spin: a step is short and waking a thread is not. 26 ms a token spinning, 32 ms not.
 # - UNPACKED leaves weights in the mapped file, which sessions share, instead of one repacked copy per session: on fp32
 #   a little less memory than segments and a decode step 10-20 % slower (docs/experiments.md). Quantised weights stay
 #   packed: their fast kernels exist for packed weights alone, a step would take 40 times as long.
-SEGMENT_ENTRIES = {"session.force_spinning_stop": "1"}
+SEGMENT_ENTRIES = {"session.force_spinning_stop": "1", "session.intra_op.spin_duration_us": "1000"}
 PREFILL_ENTRIES = {"session.intra_op.allow_spinning": "0"}
 DECODE_ENTRIES = {"session.intra_op.allow_spinning": "1"}
 UNPACKED = {"session.disable_prepacking": "1"}
