@@ -81,7 +81,14 @@ def _write(folder: Path, segments: Sequence[CutSegment], prefix: str = "") -> tu
         graph.name = graph_name(segment.file_name, segment.model, of=graph.name or "")  # that of the whole graph
         write_graph(segment.model, folder / (prefix + segment.file_name))
     return tuple(
-        Segment(prefix + segment.file_name, segment.stages, segment.hidden_in, segment.hidden_out)
+        Segment(
+            prefix + segment.file_name,
+            segment.stages,
+            segment.hidden_in,
+            segment.hidden_out,
+            segment.layers,
+            segment.hidden_size,
+        )
         for segment in segments
     )
 

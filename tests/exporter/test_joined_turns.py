@@ -11,8 +11,10 @@ import pytest
 from pop_export.bundle import save_graphs
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.segmented import add_segments
+from pop_runtime import chain
 from pop_runtime.cancel import Cancellation, Cancelled
 from pop_runtime.chain import BoundLink, ChainedSession
+from pop_runtime.device_buffer import to_device
 from pop_runtime.joined import joined_graphs
 from pop_runtime.kv_cache import BoundGraph, allocate_cache
 from pop_runtime.manifest import Manifest, Windows
@@ -87,6 +89,20 @@ def test_turns_on_whole_graphs_are_fed_stretch_by_stretch_and_say_the_same(expor
     assert whole._joined is None and chained._joined is not None
     wanted = whole.append(IDS[:20], "pop", WINDOWS)
     np.testing.assert_allclose(chained.append(IDS[:20], "pop", WINDOWS), wanted, atol=1e-4)
+
+
+def test_hidden_states_outside_of_numpy_give_the_same_logits(exported, monkeypatch):
+    """The path of a device's memory, with ONNX Runtime's own allocation on the CPU in the place of a device."""
+    folder, manifest = exported
+    pair = open_segments(folder, manifest, 1)
+    in_numpy, outside = (_sequence(pair, manifest) for _ in range(2))
+    in_numpy._joined = outside._joined = None  # which devices have not
+    wanted = in_numpy.append(IDS[:20], "pop", WINDOWS)
+    made = []
+    monkeypatch.setattr(chain, "zeros", lambda *what: made.append(to_device(np.zeros(*what[:2]), what[2])) or made[-1])
+    np.testing.assert_array_equal(outside.append(IDS[:20], "pop", WINDOWS), wanted)
+    np.testing.assert_array_equal(outside.step(), in_numpy.step())
+    assert made
 
 
 def test_a_turn_cancelled_between_two_segments_is_undone(exported, monkeypatch):

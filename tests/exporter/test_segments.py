@@ -98,6 +98,9 @@ def test_a_chain_computes_what_its_graph_does_and_holds_kept_layers_once(llama, 
     assert [check.passed for check in segmented.checks] == [True]
     assert segmented.checks[0].largest_difference < 1e-4
     assert (tmp_path / manifest.weights).read_bytes() == weights
+    for part in segmented.manifest.segments:
+        assert {str(layer) for layer in part.layers} == _layers(tmp_path / part.graph)
+        assert part.hidden_size == model.config.hidden_size
     shared = [part for part in segmented.manifest.segments if part.stages == ("prefill", "decode")]
     assert sum(len(_layers(tmp_path / part.graph)) for part in shared) == len(set(range(3)) - skipped)
     assert _logits(open_segments(tmp_path, segmented.manifest, 1), manifest) == pytest.approx(

@@ -15,7 +15,7 @@ import pop_runtime
 from pop_runtime.cli import main as run
 from pop_runtime.compile import build
 from pop_runtime.compile.cli import chosen_shapes, main
-from pop_runtime.engine import Facts, find_engine, make_facts, read_record
+from pop_runtime.engine import PROVIDER_VERSION, Facts, find_engine, make_facts, read_record
 from pop_runtime.errors import BackendError, GateError, ModelError, UsageError
 from pop_runtime.machine import Machine, describe_machine
 from pop_runtime.manifest import read_manifest
@@ -173,7 +173,7 @@ def test_without_an_engine_the_way_to_one_is_named(bundle: Path) -> None:
         ({"versions": {"onnxruntime": "1.20.0"}}, "made with onnxruntime 1.20.0, here is 1.32"),
         ({"driver": "500.1"}, "made for driver 500.1, here is None"),
         ({"bundle": {"decode.onnx": "0" * 64}}, "made from other graphs or weights"),
-        ({"builder": 0}, "made for builder 0, here is 1"),
+        ({"builder": 0}, f"made for builder 0, here is {PROVIDER_VERSION}"),
     ],
 )
 def test_a_stale_or_foreign_engine_is_refused_with_what_differs(

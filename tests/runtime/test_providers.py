@@ -14,9 +14,9 @@ import pytest
 import pop_runtime
 from pop_runtime import machine, open_provider
 from pop_runtime.device_buffer import DeviceBuffer, address, copy_positions, to_device, zeros
-from pop_runtime.errors import BackendError, UsageError
+from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.kv_cache import KvCache, allocate_cache
-from pop_runtime.manifest import read_manifest
+from pop_runtime.manifest import Segment, read_manifest
 from pop_runtime.open_provider import check_nodes, open_on, require_provider
 from pop_runtime.providers import PROVIDERS, Place, Shapes, Target, shape_profiles
 from pop_runtime.sequence import Sequence
@@ -129,8 +129,8 @@ def test_a_session_tells_how_many_nodes_each_provider_runs(model: pop_runtime.Mo
 
 def test_tensorrt_gets_one_range_for_prefill_and_one_more_for_single_tokens_in_decode(bundle: Path) -> None:
     manifest = read_manifest(bundle)
-    prefill = PROVIDERS["tensorrt"].options(1, "fp16", shape_profiles(manifest, SHAPES, is_decode=False))
-    decode = PROVIDERS["tensorrt"].options(1, "fp16", shape_profiles(manifest, SHAPES, is_decode=True))
+    prefill = PROVIDERS["tensorrt"].options(1, "fp16", shape_profiles(manifest, SHAPES, "prefill.onnx"))
+    decode = PROVIDERS["tensorrt"].options(1, "fp16", shape_profiles(manifest, SHAPES, "decode.onnx"))
     assert prefill["device_id"] == "1" and prefill["trt_fp16_enable"] == "1" and "trt_bf16_enable" not in prefill
     assert prefill["trt_profile_min_shapes"].startswith("input_ids:1x1,attention_mask:1x1,past_key_values.0.key:")
     assert prefill["trt_profile_opt_shapes"].startswith("input_ids:2x16,attention_mask:2x32,")
@@ -141,16 +141,38 @@ def test_tensorrt_gets_one_range_for_prefill_and_one_more_for_single_tokens_in_d
 
 
 def test_every_profile_is_ordered_and_kv_buffers_have_one_length(bundle: Path) -> None:
-    for is_decode in (False, True):
-        for name, profile in shape_profiles(read_manifest(bundle), SHAPES, is_decode).items():
+    for graph in ("prefill.onnx", "decode.onnx"):
+        for name, profile in shape_profiles(read_manifest(bundle), SHAPES, graph).items():
             for least, usual, most in profile:
                 assert all(a <= b <= c for a, b, c in zip(least, usual, most, strict=True)), name
                 assert "past" not in name or least[2] == usual[2] == most[2] == SHAPES.max_seq_len
 
 
+def test_a_segment_gets_the_profiles_of_its_own_layers_and_of_hidden_states(bundle: Path) -> None:
+    kept = Segment("kept.onnx", ("prefill", "decode"), None, "h", (0,), 32)
+    skipped = Segment("skipped.onnx", ("prefill",), "h", None, (1, 2), 32)
+    manifest = dataclasses.replace(read_manifest(bundle), segments=(kept, skipped))
+    profiles = shape_profiles(manifest, SHAPES, "skipped.onnx")
+    buffers = {f"past_key_values.{layer}.{part}" for layer in (1, 2) for part in ("key", "value")}
+    assert set(profiles) == {"input_ids", "attention_mask", "h", *buffers}
+    assert profiles["h"] == (((1, 1, 32), (2, 16, 32), (2, 40, 32)),)  # prefill alone: one range
+    both = shape_profiles(manifest, SHAPES, "kept.onnx")
+    assert "h" not in both and both["input_ids"] == (((1, 1), (2, 1), (2, 1)), ((1, 1), (2, 16), (2, 40)))
+
+
+def test_a_segment_of_unknown_layers_gets_no_profile(bundle: Path) -> None:
+    segment = Segment("s.onnx", ("decode",), "h", None)
+    manifest = dataclasses.replace(read_manifest(bundle), segments=(segment,))
+    with pytest.raises(ModelError, match=r"s\.onnx: expected its layers and hidden size, found none"):
+        shape_profiles(manifest, SHAPES, "s.onnx")
+
+
 def test_tensorrt_rtx_uses_its_own_words_and_several_ranges_only_where_there_are(bundle: Path) -> None:
     options = PROVIDERS["nv-tensorrt-rtx"].options
-    one, two = (options(0, None, shape_profiles(read_manifest(bundle), SHAPES, decode)) for decode in (False, True))
+    one, two = (
+        options(0, None, shape_profiles(read_manifest(bundle), SHAPES, graph))
+        for graph in ("prefill.onnx", "decode.onnx")
+    )
     assert {"nv_profile_min_shapes", "nv_profile_opt_shapes", "nv_profile_max_shapes"} <= one.keys()
     assert "nv_multi_profile_enable" not in one and two["nv_multi_profile_enable"] == "1"
     assert not any(name.startswith("trt_") for name in two)
@@ -212,7 +234,7 @@ def test_positions_are_copied_into_a_longer_buffer() -> None:
 
 
 def test_a_device_that_is_not_there_is_named_with_the_bytes_asked_for() -> None:
-    with pytest.raises(BackendError, match="KV cache: expected 64 bytes on cuda 3, found "):
+    with pytest.raises(BackendError, match="buffers: expected 64 bytes on cuda 3, found "):
         to_device(np.zeros((1, 16), np.float32), Place("cuda", 3))
 
 

@@ -8,7 +8,7 @@ handed from each segment to the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,6 +32,8 @@ class CutSegment:
     stages: tuple[Stage, ...]
     hidden_in: str | None  # None: it reads `input_ids`
     hidden_out: str | None  # None: it leaves the hidden states as they are, or gives logits
+    layers: tuple[int, ...]  # whose buffers it reads and writes
+    hidden_size: int
     model: ir.Model
 
 
@@ -86,7 +88,7 @@ def _segment(
     index: int,
     kind: str,
     stages: tuple[Stage, ...],
-    layers: Iterable[int],
+    layers: Sequence[int],
     hidden_in: ir.Value | None,
     hidden_out: ir.Value | None,
 ) -> CutSegment:
@@ -111,7 +113,9 @@ def _segment(
             graph.register_initializer(ir.val(name, const_value=value.const_value))
     part = ir.Model(graph, ir_version=model.ir_version, metadata_props=dict(model.metadata_props))
     names = [value.name if value is not None else None for value in (hidden_in, hidden_out)]
-    return CutSegment(FILE_NAME.format(index=index, kind=kind), stages, names[0], names[1], part)
+    hidden = hidden_in if hidden_in is not None else hidden_out
+    size = 0 if hidden is None else int(hidden.shape[-1])  # type: ignore[index, arg-type]
+    return CutSegment(FILE_NAME.format(index=index, kind=kind), stages, names[0], names[1], tuple(layers), size, part)
 
 
 def _require_disjoint(segments: list[CutSegment]) -> None:

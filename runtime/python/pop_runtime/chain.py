@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import onnxruntime  # `sessions.py` says what to install where it is missing
+from pop_runtime.device_buffer import Buffer, address, zeros
+from pop_runtime.providers import HOST, Place
 
-NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(bfloat16)": np.uint16}
+if TYPE_CHECKING:
+    import onnxruntime
+
+NUMPY_TYPES: dict[str, type[np.generic]] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(bfloat16)": np.uint16,
+}
 ONNX_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}  # TensorProto.DataType
 
 
@@ -33,10 +40,11 @@ class ChainedSession:
     Args:
         links: at least one.
         ids: name of the input [B, S] that every hidden state [B, S, E] belongs to.
+        place: where hidden states lie.
     """
 
-    def __init__(self, links: tuple[Link, ...], ids: str) -> None:
-        self.links, self.ids = links, ids
+    def __init__(self, links: tuple[Link, ...], ids: str, place: Place = HOST) -> None:
+        self.links, self.ids, self.place = links, ids, place
         self._inputs: dict[str, onnxruntime.NodeArg] = {}
         self._outputs: dict[str, onnxruntime.NodeArg] = {}
         for link in links:
@@ -65,8 +73,8 @@ class ChainedSession:
 class BoundLink:
     """One session of a chain and what its inputs and outputs are bound to."""
 
-    def __init__(self, link: Link) -> None:
-        self.link, self.binding = link, link.session.io_binding()
+    def __init__(self, link: Link, place: Place) -> None:
+        self.link, self.place, self.binding = link, place, link.session.io_binding()
         self.inputs = {arg.name: arg for arg in link.session.get_inputs()}
         self.outputs = {arg.name: arg for arg in link.session.get_outputs()}
 
@@ -75,13 +83,13 @@ class BoundLink:
         if name in self.inputs:
             self.binding.bind_cpu_input(name, array)
 
-    def new_hidden(self, batch: int, num_tokens: int) -> np.ndarray:
+    def new_hidden(self, batch: int, num_tokens: int) -> Buffer:
         """Return room for the hidden states [B, S, E] that this link makes of so many tokens."""
         assert self.link.hidden_out is not None
         output = self.outputs[self.link.hidden_out]
-        return np.empty((batch, num_tokens, output.shape[2]), NUMPY_TYPES[output.type])
+        return zeros((batch, num_tokens, output.shape[2]), NUMPY_TYPES[output.type], self.place)
 
-    def bind_hidden(self, given: np.ndarray | None, made: np.ndarray | None) -> None:
+    def bind_hidden(self, given: Buffer | None, made: Buffer | None) -> None:
         """Bind hidden states, each [B, S, E] without gaps; the caller keeps them alive.
 
         Args:
@@ -90,20 +98,18 @@ class BoundLink:
         """
         if self.link.hidden_in is not None:
             assert given is not None
-            self.binding.bind_input(self.link.hidden_in, *_where(given, self.inputs[self.link.hidden_in].type))
+            self.binding.bind_input(self.link.hidden_in, *self._where(given, self.inputs[self.link.hidden_in]))
         if self.link.hidden_out is not None:
             assert made is not None
-            self.binding.bind_output(self.link.hidden_out, *_where(made, self.outputs[self.link.hidden_out].type))
+            self.binding.bind_output(self.link.hidden_out, *self._where(made, self.outputs[self.link.hidden_out]))
 
     def run(self, run_options: Any = None) -> None:
         """Run the session on what is bound."""
         self.link.session.run_with_iobinding(self.binding, run_options)
 
-
-def _where(array: np.ndarray, kind: str) -> tuple[str, int, int, list[int], int]:
-    """Return where an array lies, as a binding is told."""
-    assert array.flags.c_contiguous
-    return "cpu", 0, ONNX_TYPES[kind], list(array.shape), array.ctypes.data
+    def _where(self, hidden: Buffer, value: onnxruntime.NodeArg) -> tuple[str, int, int, list[int], int]:
+        """Return where hidden states lie, as a binding is told."""
+        return self.place.memory, self.place.device, ONNX_TYPES[value.type], list(hidden.shape), address(hidden)
 
 
 class ChainedBinding:
@@ -111,8 +117,8 @@ class ChainedBinding:
 
     def __init__(self, chain: ChainedSession) -> None:
         self._ids = chain.ids
-        self.links = [BoundLink(link) for link in chain.links]
-        self._hidden: list[np.ndarray] = []  # a binding does not keep memory alive
+        self.links = [BoundLink(link, chain.place) for link in chain.links]
+        self._hidden: list[Buffer] = []  # a binding does not keep memory alive
         self._size, self._bound_size = (0, 0), (0, 0)  # B and S of the ids, and of the hidden states bound last
 
     def bind_input(self, name: str, *where: Any) -> None:
@@ -144,8 +150,8 @@ class ChainedBinding:
         """Bind hidden states of the size of the ids; nothing to do while that stays the same."""
         if self._size == self._bound_size:
             return
-        current: np.ndarray | None = None
-        hidden: list[np.ndarray] = []
+        current: Buffer | None = None
+        hidden: list[Buffer] = []
         for bound in self.links:
             made = None if bound.link.hidden_out is None else bound.new_hidden(*self._size)
             bound.bind_hidden(current, made)

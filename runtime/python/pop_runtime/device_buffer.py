@@ -1,4 +1,4 @@
-"""A KV buffer in a device's memory, cut into rows as a numpy array would be."""
+"""KV buffers and hidden states in a device's memory, cut into rows as a numpy array would be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pop_runtime.providers import Place
 
 @dataclass(frozen=True)
 class DeviceBuffer:
-    """Rows of one K or V buffer, [B, H_kv, S_max, D], outside of numpy's reach."""
+    """Rows of one K or V buffer, [B, H_kv, S_max, D], or of hidden states, outside of numpy's reach."""
 
     owner: onnxruntime.OrtValue  # keeps the memory alive
     pointer: int
@@ -54,7 +54,7 @@ def to_device(values: np.ndarray, place: Place) -> DeviceBuffer:
     except Exception as error:  # ONNX Runtime's errors share no base but Exception
         found = " ".join(str(error).split())
         raise BackendError(
-            f"KV cache: expected {values.nbytes} bytes on {place.memory} {place.device}, found {found}; "
+            f"buffers: expected {values.nbytes} bytes on {place.memory} {place.device}, found {found}; "
             "ask for fewer tokens"
         ) from error
     return DeviceBuffer(owner, owner.data_ptr(), values.shape, values.nbytes // values.shape[0])

@@ -21,7 +21,7 @@ from pop_runtime.providers import Shapes, Target
 ENGINES = "engines"  # folder in the bundle
 RECORD = "engine.json"
 RECORD_VERSION = 1
-PROVIDER_VERSION = 1  # raise it when what is built, or its options, change: engines of before are then stale
+PROVIDER_VERSION = 2  # raise it when what is built, or its options, change: engines of before are then stale
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Facts:
     device: str
     driver: str | None
     versions: dict[str, str]
-    bundle: dict[str, str]  # sha256 of both graphs and of the weights: the plan and the precision are in them
+    bundle: dict[str, str]  # sha256 of the graphs and of the weights: the plan and the precision are in them
     precision: str | None  # that the provider was told to compute in; None: the bundle's own
     shapes: Shapes | None  # None: any
     builder: int = PROVIDER_VERSION
@@ -59,9 +59,15 @@ def make_facts(
     manifest: Manifest, target: Target, machine: Machine, precision: str | None, shapes: Shapes | None
 ) -> Facts:
     """Return the facts of an engine of this bundle for this machine."""
-    names = (manifest.prefill_graph, manifest.decode_graph, manifest.weights)
-    bundle = {name: manifest.files[name].sha256 for name in names}
+    bundle = {name: manifest.files[name].sha256 for name in (*graph_names(manifest, target), manifest.weights)}
     return Facts(target.ep, machine.device, machine.driver, machine.versions, bundle, precision, shapes)
+
+
+def graph_names(manifest: Manifest, target: Target) -> tuple[str, ...]:
+    """Return the files of the graphs that a target runs: segments where the provider runs them and there are any."""
+    if manifest.segments and target.provider.runs_segments:
+        return tuple(segment.graph for segment in manifest.segments)
+    return manifest.prefill_graph, manifest.decode_graph
 
 
 def engine_folder(bundle: Path, facts: Facts, machine: Machine) -> Path:

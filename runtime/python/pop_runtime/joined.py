@@ -13,7 +13,9 @@ import numpy as np
 
 from pop_runtime.cancel import Cancellation
 from pop_runtime.chain import BoundLink, ChainedBinding
+from pop_runtime.device_buffer import DeviceBuffer
 from pop_runtime.kv_cache import BoundGraph
+from pop_runtime.providers import HOST
 from pop_runtime.schedule import Stage, Stretch
 
 
@@ -50,6 +52,7 @@ class JoinedGraphs:
             for prefill, decode in self._places:
                 is_kept = prefill.link.session is decode.link.session
                 made = None if decode.link.hidden_out is None else decode.new_hidden(*ids.shape)
+                assert not isinstance(made, DeviceBuffer)
                 for stretch in (whole,) if is_kept else stretches:
                     rows = slice(stretch.start, stretch.stop)
                     given, written = (None if states is None else states[:, rows] for states in (hidden, made))
@@ -67,6 +70,8 @@ class JoinedGraphs:
 def joined_graphs(prefill: BoundGraph, decode: BoundGraph) -> JoinedGraphs | None:
     """Return both graphs joined; None where they are not chains with the same places for hidden states."""
     if not (isinstance(prefill.binding, ChainedBinding) and isinstance(decode.binding, ChainedBinding)):
+        return None
+    if prefill.place.memory != HOST.memory:  # rows of hidden states are copied within the computer's own memory
         return None
     places = [[bound.link for bound in graph.binding.links] for graph in (prefill, decode)]
     if len(places[0]) != len(places[1]):

@@ -131,6 +131,11 @@ class BoundGraph:
         if has_logits:
             self._bind_logits()
 
+    @property
+    def place(self) -> Place:
+        """Where the buffers lie."""
+        return self._cache.place
+
     def _bind_logits(self) -> None:
         """Bind a logits buffer [B, 1, V] of the type that the graph gives."""
         manifest = self._cache.manifest

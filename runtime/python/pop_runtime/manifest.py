@@ -63,6 +63,8 @@ class Segment:
     stages: tuple[str, ...]  # "prefill", "decode" or both
     hidden_in: str | None  # input for the hidden states of the segment before; None reads none
     hidden_out: str | None  # output of its own; None hands on what it was given
+    layers: tuple[int, ...] = ()  # whose K and V it reads and writes
+    hidden_size: int = 0  # E of the hidden states [B, S, E]
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ A provider is the one asked for or none: nothing here falls back to another one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pop_runtime.errors import UsageError
+from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import Manifest
 
 # Operators that compute sizes and places from integers. CUDA leaves them to the CPU, since their inputs lie there.
@@ -46,6 +46,7 @@ class Provider:
     memory: str  # where the KV buffers lie, as IOBinding names a device
     dialects: tuple[str, ...]  # of the bundles that it runs
     precisions: tuple[str, ...]  # that it can be told to compute in, beside the bundle's own
+    runs_segments: bool  # its sessions pack or compile weights for themselves: segments hold the kept layers once
     needs_engine: bool  # building takes minutes: runs only what pop-compile made
     makes_context: bool  # compiles the graph into a binary of its own ("EP context"), instead of optimising it
     options: OptionsOf
@@ -97,24 +98,24 @@ def _profile_options(prefix: str, profiles: dict[str, Profile]) -> dict[str, str
 
 PROVIDERS = {
     "cpu": Provider(
-        "CPUExecutionProvider", "pip install 'pop-export[cpu]'", "cpu", ("ort", "standard"), (), False, False,
-        _no_options,
+        "CPUExecutionProvider", "pip install 'pop-export[cpu]'", "cpu", ("ort", "standard"), (), True, False,
+        False, _no_options,
     ),
     "cuda": Provider(
         "CUDAExecutionProvider", "pip install 'pop-export[gpu]' on a machine with an NVIDIA driver", "cuda",
-        ("ort", "standard"), (), False, False, _cuda_options, SIZE_OPERATORS,
+        ("ort", "standard"), (), False, False, False, _cuda_options, SIZE_OPERATORS,
     ),
     "tensorrt": Provider(
         "TensorrtExecutionProvider", "pip install 'pop-export[gpu]' and NVIDIA's TensorRT 10.15 or newer", "cuda",
-        ("standard",), ("fp16", "bf16"), True, True, _tensorrt_options,
+        ("standard",), ("fp16", "bf16"), True, True, True, _tensorrt_options,
     ),
     "nv-tensorrt-rtx": Provider(
         "NvTensorRTRTXExecutionProvider", "pip install onnxruntime onnxruntime-ep-nv-tensorrt-rtx", "cuda",
-        ("standard",), (), True, True, _tensorrt_rtx_options, plugin="onnxruntime_ep_nv_tensorrt_rtx",
+        ("standard",), (), True, True, True, _tensorrt_rtx_options, plugin="onnxruntime_ep_nv_tensorrt_rtx",
     ),
     "openvino": Provider(
         "OpenVINOExecutionProvider", "pip install onnxruntime onnxruntime-ep-openvino", "cpu", ("standard",),
-        ("fp32", "fp16"), False, True, _openvino_options, plugin="onnxruntime_ep_openvino",
+        ("fp32", "fp16"), True, False, True, _openvino_options, plugin="onnxruntime_ep_openvino",
     ),
 }  # fmt: skip
 
@@ -174,15 +175,24 @@ class Target:
 CPU = Target()
 
 
-def shape_profiles(manifest: Manifest, shapes: Shapes, is_decode: bool) -> dict[str, Profile]:
+def shape_profiles(manifest: Manifest, shapes: Shapes, graph: str) -> dict[str, Profile]:
     """Return the profile of each input of a graph.
 
-    The decode graph gets a range of its own for single tokens, which is what it is run with most of the time. The other
+    What decode runs gets a range of its own for single tokens, which is what it is run with most of the time. The other
     range spans from one token to the longest prompt, and is tuned for the middle one of the lengths.
+
+    Args:
+        manifest: of the bundle.
+        shapes: that the engine is built for.
+        graph: file name of one of both graphs, or of a segment.
+
+    Raises:
+        ModelError: the manifest does not say which layers the segment has.
     """
     lengths, rows, room = shapes.prompt_lengths, shapes.batch, shapes.max_seq_len
+    segment = next((segment for segment in manifest.segments if segment.graph == graph), None)
     ranges = [(1, lengths[len(lengths) // 2], lengths[-1])]
-    if is_decode:
+    if graph == manifest.decode_graph or (segment is not None and "decode" in segment.stages):
         ranges.insert(0, (1, 1, 1))
     profiles: dict[str, Profile] = {
         manifest.input_ids: tuple(((1, least), (rows, usual), (rows, most)) for least, usual, most in ranges),
@@ -190,7 +200,19 @@ def shape_profiles(manifest: Manifest, shapes: Shapes, is_decode: bool) -> dict[
             ((1, least), (rows, max(usual, room // 2)), (rows, room)) for least, usual, _ in ranges
         ),
     }
-    for layer, kv in enumerate(manifest.kv_layers):
+    layers: Iterable[int] = range(len(manifest.kv_layers))
+    if segment is not None:
+        layers, size = segment.layers, segment.hidden_size
+        if not layers or not size:
+            raise ModelError(
+                f"manifest.json, {graph}: expected its layers and hidden size, found none; re-run pop-export"
+            )
+        if segment.hidden_in is not None:
+            profiles[segment.hidden_in] = tuple(
+                ((1, least, size), (rows, usual, size), (rows, most, size)) for least, usual, most in ranges
+            )
+    for layer in layers:
+        kv = manifest.kv_layers[layer]
         for name, size in ((manifest.past_key, kv.key_head_size), (manifest.past_value, kv.value_head_size)):
             one, all_rows = (1, kv.num_heads, room, size), (rows, kv.num_heads, room, size)
             profiles[name.format(layer=layer)] = ((one, all_rows, all_rows),) * len(ranges)

@@ -64,8 +64,8 @@ def open_pair(
 ) -> SessionPair:
     """Return both graphs, each session with `threads` threads (None: the visible cores).
 
-    On the CPU, a bundle with segments is two chains of them, which hold the kept layers once. With `low_memory` weights
-    that are not quantised are left as they lie in the file, whole graphs sharing all of them.
+    Where the provider runs segments, a bundle that has them is two chains of them, which hold the kept layers once.
+    With `low_memory` weights that are not quantised are left as they lie in the file, whole graphs sharing all of them.
 
     Args:
         folder: of the bundle.
@@ -83,23 +83,26 @@ def open_pair(
     if threads is not None and threads < 1:
         raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
     count = threads or visible_cores()
-    leaves_unpacked = low_memory and not manifest.precision.startswith("int")
-    if manifest.segments and target == CPU and engine is None and not leaves_unpacked:
-        pair = open_segments(folder, manifest, count)
+    leaves_unpacked = low_memory and engine is None and not manifest.precision.startswith("int")
+    if manifest.segments and target.provider.runs_segments and not leaves_unpacked:
+        pair = open_segments(folder, manifest, count, target, engine)
         check_graph(pair.prefill, manifest, str(folder / manifest.prefill_graph), has_logits=False)
         check_graph(pair.decode, manifest, str(folder / manifest.decode_graph), has_logits=True)
         return pair
     return open_graphs(folder, manifest, count, low_memory, target, engine)
 
 
-def open_segments(folder: Path, manifest: Manifest, threads: int) -> SessionPair:
-    """Return both graphs as chains of segments, each of which is one session on the CPU.
+def open_segments(
+    folder: Path, manifest: Manifest, threads: int, target: Target = CPU, engine: Engine | None = None
+) -> SessionPair:
+    """Return both graphs as chains of segments, each of which is one session; arguments as for `open_pair`.
 
     Opening one uses a single thread, so as many are opened at once as there are threads.
     """
+    place = _place(target, engine)
 
     def open_segment(segment: Segment) -> onnxruntime.InferenceSession:
-        return open_session(folder / segment.graph, threads, SEGMENT_ENTRIES)
+        return open_session(folder / segment.graph, threads, SEGMENT_ENTRIES, target, manifest, engine)
 
     with ThreadPoolExecutor(min(threads, len(manifest.segments))) as pool:
         sessions = list(pool.map(open_segment, manifest.segments))
@@ -108,12 +111,13 @@ def open_segments(folder: Path, manifest: Manifest, threads: int) -> SessionPair
         ChainedSession(
             tuple(Link(at, part.hidden_in, part.hidden_out) for part, at in opened if stage in part.stages),
             manifest.input_ids,
+            place,
         )
         for stage in ("prefill", "decode")
     )
     nodes = {segment.graph: nodes_by_provider(session) for segment, session in opened}
     sharing = f"the kept layers, in {len(opened)} segments"
-    return SessionPair(prefill, decode, threads, nodes_by_provider=nodes, sharing=sharing)
+    return SessionPair(prefill, decode, threads, target, place, nodes, sharing)
 
 
 def open_graphs(
@@ -130,8 +134,7 @@ def open_graphs(
     if low_memory:
         prefill = {**prefill, **UNPACKED}
         decode = decode if is_quantized else {**decode, **UNPACKED}
-    shapes = None if engine is None else engine.facts.shapes
-    place = Place(target.provider.memory, target.device, shapes)
+    place = _place(target, engine)
     names = (manifest.prefill_graph, manifest.decode_graph)
     weights: dict[str, onnxruntime.OrtValue] = {}
     if place.memory != HOST.memory and not target.provider.makes_context:
@@ -147,6 +150,11 @@ def open_graphs(
     if weights:
         sharing = f"what both read, {len(weights)} tensors on {place.memory} {place.device}"
     return SessionPair(sessions[0], sessions[1], threads, target, place, nodes, sharing, tuple(weights.values()))
+
+
+def _place(target: Target, engine: Engine | None) -> Place:
+    """Return where buffers lie, and the sizes that an engine prescribes."""
+    return Place(target.provider.memory, target.device, None if engine is None else engine.facts.shapes)
 
 
 def graph_path(folder: Path, name: str, engine: Engine | None) -> Path:
@@ -210,7 +218,7 @@ def open_session(
         assert manifest is not None
         precision, shapes = engine.facts.precision, engine.facts.shapes
         if shapes is not None:
-            profiles = shape_profiles(manifest, shapes, path.name == manifest.decode_graph)
+            profiles = shape_profiles(manifest, shapes, path.name)
         if not target.provider.makes_context:
             # an optimised graph reads the bundle's weights, and needs no second optimisation
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))

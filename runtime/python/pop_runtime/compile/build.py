@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pop_runtime.engine import ENGINES, Engine, engine_folder, make_facts, read_record, write_record
+from pop_runtime.engine import ENGINES, Engine, engine_folder, graph_names, make_facts, read_record, write_record
 from pop_runtime.errors import BackendError, GateError, ModelError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.machine import describe_machine
@@ -22,8 +22,6 @@ from pop_runtime.open_provider import nodes_by_provider, open_on
 from pop_runtime.providers import CAPACITY, Shapes, Target, shape_profiles
 from pop_runtime.sequence import Sequence
 from pop_runtime.sessions import (
-    DECODE_ENTRIES,
-    PREFILL_ENTRIES,
     backend_error,
     open_pair,
     require_dialect,
@@ -71,9 +69,9 @@ def build_engine(
     started = time.monotonic()
     with _staged(folder) as staging:
         nodes = {}
-        for name, entries in ((manifest.prefill_graph, PREFILL_ENTRIES), (manifest.decode_graph, DECODE_ENTRIES)):
+        for name in graph_names(manifest, target):
             with _progress(f"{name} for {target.ep} on {machine.device}", say), _logged(staging / LOG):
-                nodes[name] = _build_graph(bundle, manifest, name, staging, target, precision, shapes, entries)
+                nodes[name] = _build_graph(bundle, manifest, name, staging, target, precision, shapes)
         seconds = round(time.monotonic() - started, 2)
         names = [path.name for path in staging.iterdir()]
         engine = Engine(staging, facts, describe_files(staging, names), seconds, nodes)
@@ -91,14 +89,13 @@ def _build_graph(
     target: Target,
     precision: str | None,
     shapes: Shapes | None,
-    entries: dict[str, str],
 ) -> dict[str, int]:
     """Write the engine's file of one graph and return how many nodes each provider runs."""
-    options = session_options(visible_cores(), entries)
+    options = session_options(visible_cores(), {})
     options.log_severity_level = 1  # into the log
     profiles = {}
     if shapes is not None:
-        profiles = shape_profiles(manifest, shapes, name == manifest.decode_graph)
+        profiles = shape_profiles(manifest, shapes, name)
         # TensorRT updates KV buffers in place if their length is a constant
         options.add_free_dimension_override_by_name(CAPACITY, shapes.max_seq_len)
     if target.provider.makes_context:
