@@ -43,7 +43,7 @@ def standard_attention(
         out = symbolic(
             "Attention", (query, *pair, keep), attrs=attributes, dtype=query.dtype, shape=query.shape, version=OPSET
         )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as transformers' own: some families go on with a view of it
 
 
 def _mask(trace: Trace, window: int | None, num_new: int, capacity: int) -> Tensor:
