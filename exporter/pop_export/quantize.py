@@ -8,21 +8,25 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pop_export.channel_matrix import ChannelScheme
 from pop_export.decoder import num_layers_of
+from pop_export.gptq import gptq
 from pop_export.graph.cut import surrogate_name
+from pop_export.graph.passes.balance_inputs import balance_inputs, readers_of_norms
 from pop_export.graph.passes.exact_head import exact_head
 from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.passes.multiply_dynamically import multiply_dynamically
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
-from pop_export.quantize_layers import quantize_layers
-from pop_export.quantized_matrix import Scheme
+from pop_export.input_scales import input_magnitudes, input_means, input_scales
+from pop_export.quantize_layers import MAX_TOKENS, quantize_layers
+from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.reference import PrefillPlan
-from pop_export.sensitive_weights import sensitive_weights
+from pop_export.sensitive_weights import SENSITIVE_SHARE, sensitive_weights
 from pop_export.split_matrix import AnyScheme, StoredMatrix
 from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
@@ -36,9 +40,11 @@ class Schemes:
     """How each kind of weight is quantised."""
 
     dense: Scheme | ChannelScheme
-    # K and V projections and surrogates, all that a skipped layer is, and the most sensitive weights
+    # what prefill has of its own, re-fitted K and V and surrogates, all that it keeps of a layer; sensitive weights
     fine: Scheme | ChannelScheme
     embedding: AnyScheme  # the embedding and the head, often one matrix
+    key_value: Scheme | ChannelScheme | None = None  # of the decode graph's K and V projections; None: `fine`
+    sensitive_share: float = SENSITIVE_SHARE  # of the weights that are in `fine` for what hangs on them
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,11 @@ def quantize_pair(
     Raises:
         ModelError: the graphs hold no such matrix.
     """
+    multiplied: dict[str, NDArray[np.float32]] = {}
+    magnitudes = input_magnitudes(model, samples) if samples else {}
+    found = {norm: input_scales(magnitudes, weights) for norm, weights in readers_of_norms((decode, prefill)).items()}
+    for graph in (decode, prefill):
+        multiplied |= balance_inputs(graph, {norm: scales for norm, scales in found.items() if scales is not None})
     parameters = dict(model.named_parameters(remove_duplicate=False))
     head = model.get_output_embeddings().weight
     key_value = key_value_weights(decode, num_layers_of(model))
@@ -94,31 +105,50 @@ def quantize_pair(
             return schemes.fine
         if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
             return None
-        if name in key_value or name in sensitive or name not in parameters:
+        if name in sensitive or name not in parameters:
             return schemes.fine
+        if name in key_value:
+            return schemes.key_value or schemes.fine
         return schemes.embedding if name in tables or parameters[name] is head else schemes.dense
 
     matrices: dict[str, StoredMatrix] = {}
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
     dense = {name: schemes.dense for name in read if scheme_of(name) is schemes.dense}
     if samples and isinstance(schemes.dense, Scheme) and schemes.fine is not schemes.dense:
-        sensitive = sensitive_weights(model, dense, schemes.dense, samples)
+        sensitive = sensitive_weights(model, dense, schemes.dense, samples, multiplied, schemes.sensitive_share)
     fitted = {name: scheme for name, scheme in dense.items() if scheme.method == "gptq" and name not in sensitive}
+    heads = [name for name in parameters if parameters[name] is head]
+    if samples and isinstance(schemes.embedding, Scheme) and schemes.embedding.method == "gptq":
+        fitted_head = _fitted_head(model, schemes.embedding, samples)
+        matrices |= {name: fitted_head for name in heads if name in {*read, *tables}}
     for graph in (decode, prefill):
         quantize_embedding(graph, scheme_of, matrices)
         if graph is decode and fitted:
-            matrices |= quantize_layers(model, fitted, samples, matrices)
+            matrices |= quantize_layers(model, fitted, samples, matrices, multiplied)
         multiply_dynamically(graph, scheme_of, matrices)
         quantize_matmuls(graph, scheme_of, matrices)
-    exact_head(decode)
+    loud = next((magnitudes[name] for name in heads if name in magnitudes), None)
+    if loud is not None and isinstance(schemes.embedding, Scheme) and schemes.embedding.bits == 8:
+        exact_head(decode, loud, matrices)  # what 4 bits cost is a hundred times what rounding the head's input does
     exact_kernels(prefill)  # over many tokens they are not slower: docs/experiments.md
     if not matrices:
         raise ModelError(
             f"{type(model).__name__}: expected weight matrices to quantise in the decode graph, found none; "
             "export it with --precision fp32"
         )
+    for name in multiplied.keys() & matrices.keys():
+        matrices[name] = dataclasses.replace(matrices[name], input_scales=multiplied[name])  # type: ignore[call-arg]
     kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
     return Quantization(schemes, matrices, tuple(sorted(kept)))
+
+
+def _fitted_head(model: PreTrainedModel, scheme: Scheme, samples: Sequence[np.ndarray]) -> QuantizedMatrix:
+    """Return the head's weight fitted to its inputs; an embedding that is the same matrix has to do with it."""
+    head = model.get_output_embeddings()
+    (hessian,) = input_means(model, samples, lambda rows: rows.T @ rows, MAX_TOKENS, only=(head,)).values()
+    fitted = gptq(head.weight.detach(), hessian, scheme)
+    assert isinstance(fitted, QuantizedMatrix)
+    return fitted
 
 
 def key_value_weights(decode: ir.Model, num_layers: int) -> set[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,6 +30,7 @@ def quantize_layers(
     schemes: Mapping[str, Scheme | ChannelScheme],
     samples: Sequence[np.ndarray],
     matrices: Mapping[str, StoredMatrix],
+    multiplied: Mapping[str, NDArray[np.float32]],
 ) -> dict[str, QuantizedMatrix | ChannelMatrix]:
     """Return the weights of linear modules inside decoder layers, quantised by GPTQ, by name of the parameter.
 
@@ -39,6 +42,7 @@ def quantize_layers(
         schemes: by name of the parameter.
         samples: windows of token ids.
         matrices: parameters outside the layers that are quantised already: the embedding.
+        multiplied: by name of the parameter, what it is multiplied by [K] before, and its input divided by.
     """
     found: dict[str, QuantizedMatrix | ChannelMatrix] = {}
     stack = LayerStack(model)
@@ -48,7 +52,9 @@ def quantize_layers(
     with progress("fitting quantised weights", len(stack)) as advance:
         for layer, modules in enumerate(weights_by_layer(stack, schemes)):
             now = {
-                f"{name}.weight": gptq(modules[name], hessian, schemes[f"{name}.weight"])
+                f"{name}.weight": _fitted(
+                    modules[name], hessian, schemes[f"{name}.weight"], multiplied.get(f"{name}.weight")
+                )
                 for readers, hessian in _hessians(stack, layer, set(modules), calls, hidden).items()
                 for name in readers
             }
@@ -57,6 +63,16 @@ def quantize_layers(
             found |= now
             advance(1)
     return found
+
+
+def _fitted(
+    weight: Tensor, hessian: Tensor, scheme: Scheme | ChannelScheme, by: NDArray[np.float32] | None
+) -> QuantizedMatrix | ChannelMatrix:
+    """Return a weight [N, K] times `by` [K], fitted to inputs that are divided by it."""
+    if by is None:
+        return gptq(weight, hessian, scheme)
+    scales = torch.from_numpy(by)
+    return dataclasses.replace(gptq(weight * scales, hessian / torch.outer(scales, scales), scheme), input_scales=by)
 
 
 def spread(samples: Sequence[np.ndarray], max_tokens: int) -> list[np.ndarray]:

@@ -43,9 +43,10 @@ class QuantizedMatrix:
     packed: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]; of two codes in a byte the low half comes first
     scales: NDArray[np.float16] | NDArray[np.float32]  # [N, blocks], as `stored_scales` gives them
     zero_points: NDArray[np.uint8] | NDArray[np.float32] | None  # [N, ceil(blocks * bits / 8)], or [N, blocks] (hqq)
+    input_scales: NDArray[np.float32] | None = None  # [K]: of the numbers' input, which the graph divides by them
 
     def dequantized(self) -> NDArray[np.float32]:
-        """Return the matrix that these numbers stand for, [N, K] float32."""
+        """Return the matrix that these numbers stand for, [N, K] float32, for an input that nothing divides."""
         N, blocks, _ = self.packed.shape
         codes = _unpacked(self.packed, self.scheme.bits).astype(np.float32)  # [N, blocks, block_size]
         if self.zero_points is None:
@@ -55,7 +56,8 @@ class QuantizedMatrix:
         else:
             codes -= self.zero_points[..., None]
         codes *= self.scales.astype(np.float32)[..., None]
-        return codes.reshape(N, -1)[:, : self.num_columns]
+        rows = codes.reshape(N, -1)[:, : self.num_columns]
+        return rows if self.input_scales is None else rows / self.input_scales
 
 
 def quantize_matrix(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMatrix:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pop_export.full_pass import batches
@@ -27,18 +28,25 @@ MAX_TOKENS = 2048  # of the samples, spread evenly over them
 
 @torch.no_grad()
 def sensitive_weights(
-    model: PreTrainedModel, weights: Collection[str], scheme: Scheme, samples: Sequence[np.ndarray]
+    model: PreTrainedModel,
+    weights: Collection[str],
+    scheme: Scheme,
+    samples: Sequence[np.ndarray],
+    multiplied: Mapping[str, NDArray[np.float32]],
+    share: float = SENSITIVE_SHARE,
 ) -> frozenset[str]:
     """Return the names of the weights whose rounding changes most, for their size, of what their layer gives.
 
     Each is rounded to nearest alone; what counts is the squared change of the layer's output over all tokens, over the
-    square of that output. They hold SENSITIVE_SHARE of the numbers of all weights at most.
+    square of that output. They hold `share` of the numbers of all weights at most.
 
     Args:
         model: in fp32; unchanged afterwards.
         weights: names of linear modules' weights; those outside the decoder layers are left out.
         scheme: how they would be rounded.
         samples: windows of token ids.
+        multiplied: by name, what a weight is multiplied by [K] before it is rounded.
+        share: of the numbers of all weights.
     """
     stack, nearest = LayerStack(model), dataclasses.replace(scheme, method="rtn")
     calls = [stack.calls(ids) for ids in batches(spread(samples, MAX_TOKENS))]
@@ -51,14 +59,16 @@ def sensitive_weights(
             whole = float(sum(state.square().sum() for state in left))
             for name, weight in modules.items():
                 parameter = f"{name}.weight"
-                rounded = quantize_matrix(weight.numpy(), nearest)
+                by = multiplied.get(parameter)
+                rounded = quantize_matrix(weight.numpy() if by is None else weight.numpy() * by, nearest)
+                rounded = dataclasses.replace(rounded, input_scales=by)
                 with stored_weights(model, {parameter: rounded}):
                     changed = stack.run_all(calls, layer, hidden)
                 change = sum((a - b).square().sum() for a, b in zip(changed, left, strict=True))
                 changes[parameter], sizes[parameter] = float(change) / whole, weight.numel()
             hidden = left
             advance(1)
-    return _within(changes, sizes, SENSITIVE_SHARE * sum(sizes.values()))
+    return _within(changes, sizes, share * sum(sizes.values()))
 
 
 def _within(changes: Mapping[str, float], sizes: Mapping[str, int], budget: float) -> frozenset[str]:

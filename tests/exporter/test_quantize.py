@@ -207,4 +207,4 @@ def _export(monkeypatch, odd_sized, llama_folder, tmp_path, **settings):
 def test_json_report_names_the_precision(quick_export):
     bundle = quick_export(prune_layers="1", precision="int8")
     report = json.loads((bundle.folder / "report.json").read_text())
-    assert report["precision"] == "int8-block16-symmetric"
+    assert report["precision"] == "int8-block32-symmetric"

@@ -41,14 +41,14 @@ def _error_after_first_layer(model: Any, matrices: Mapping[str, QuantizedMatrix]
 
 def test_every_linear_weight_of_the_layers_is_quantised_and_the_model_is_unchanged(llama):
     before = {name: weight.clone() for name, weight in llama.state_dict().items()}
-    found = quantize_layers(llama, _schemes(llama), _text(8, 0), {})
+    found = quantize_layers(llama, _schemes(llama), _text(8, 0), {}, {})
     assert len(found) == NUM_LAYERS * 7
     assert all(weight.equal(before[name]) for name, weight in llama.state_dict().items())
 
 
 def test_a_layer_is_closer_to_the_original_than_with_weights_rounded_to_nearest(llama):
     text = _text(64, 0)
-    found = quantize_layers(llama, _schemes(llama), text, {})
+    found = quantize_layers(llama, _schemes(llama), text, {}, {})
     parameters = dict(llama.named_parameters())
     nearest = {
         name: quantize_matrix(parameters[name].detach().numpy(), scheme) for name, scheme in _schemes(llama).items()
@@ -60,7 +60,9 @@ def test_a_layer_is_closer_to_the_original_than_with_weights_rounded_to_nearest(
 def test_fitting_sees_the_embedding_as_it_is_stored(llama):
     table = {"model.embed_tokens.weight": quantize_matrix(llama.lm_head.weight.detach().numpy(), Scheme(4, 128))}
     first = "model.layers.0.self_attn.q_proj.weight"
-    plain, seen = (quantize_layers(llama, _schemes(llama), _text(8, 0), matrices)[first] for matrices in ({}, table))
+    plain, seen = (
+        quantize_layers(llama, _schemes(llama), _text(8, 0), matrices, {})[first] for matrices in ({}, table)
+    )
     assert not np.array_equal(plain.dequantized(), seen.dequantized())
 
 
@@ -72,7 +74,7 @@ def test_weights_kept_the_other_way_round_are_fitted_too():
     schemes = {
         name: Scheme(8, 32, "gptq") for name, weight in model.named_parameters() if ".h." in name and weight.ndim == 2
     }
-    found = quantize_layers(model, schemes, _text(4, 0), {})
+    found = quantize_layers(model, schemes, _text(4, 0), {}, {})
     assert set(found) == set(schemes)
     for name, matrix in found.items():
         weight = dict(model.named_parameters())[name].detach().T.numpy()
@@ -83,7 +85,7 @@ def test_only_so_much_text_is_used_and_it_is_spread_over_all(llama, monkeypatch)
     monkeypatch.setattr("pop_export.quantize_layers.MAX_TOKENS", 3 * 48)
     text = _text(8, 0)
     few, alike = (
-        quantize_layers(llama, _schemes(llama), windows, {}) for windows in (text, [text[0], text[3], text[7]])
+        quantize_layers(llama, _schemes(llama), windows, {}, {}) for windows in (text, [text[0], text[3], text[7]])
     )
     for name in few:
         np.testing.assert_array_equal(few[name].packed, alike[name].packed)

@@ -20,7 +20,7 @@ def test_the_weights_that_write_most_of_the_residual_stream_are_found():
         model.get_parameter(f"{LOUD_LAYER}down_proj.weight").mul_(30)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     weights = [name for name in before if ".mlp." in name]
-    found = sensitive_weights(model, weights, Scheme(4, 32, "gptq", symmetric=False), TEXT)
+    found = sensitive_weights(model, weights, Scheme(4, 32, "gptq", symmetric=False), TEXT, {})
     assert found and all(name.startswith(LOUD_LAYER) for name in found)
     sizes = {name: model.get_parameter(name).numel() for name in weights}
     assert sum(sizes[name] for name in found) <= SENSITIVE_SHARE * sum(sizes.values())
