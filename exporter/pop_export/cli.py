@@ -111,12 +111,12 @@ def parser() -> argparse.ArgumentParser:
         help="of the weights: 32 or 16 bits, or blocks of 8 or 4 bits; int8-dynamic multiplies in integers, for the "
         "fastest prefill on a CPU (default %(default)s)")  # fmt: skip
     add("--block-size", type=int, metavar="N",
-        help="int8, int4: weights that share a scale: 16 to 256 (default 16 for int8, 32 for int4)")  # fmt: skip
+        help="int8, int4: weights that share a scale: 16 to 256 (default 32)")  # fmt: skip
     symmetry = precision.add_mutually_exclusive_group()
     symmetry.add_argument("--symmetric", dest="symmetric", action="store_true", default=None,
-        help="int8, int4: no zero point per block (default for int8)")  # fmt: skip
+        help="int8, int4: no zero point per block (default for int8, and for int4 with gptq)")  # fmt: skip
     symmetry.add_argument("--asymmetric", dest="symmetric", action="store_false", default=None,
-        help="int8, int4: a zero point per block (default for int4)")  # fmt: skip
+        help="int8, int4: a zero point per block (default for int4 with rtn, k_quant and hqq)")  # fmt: skip
     add("--quantizer", choices=get_args(Quantizer),
         help="int8, int4, int8-dynamic: find scales from the weights alone, rounding to nearest (rtn, the default for "
         "8 bits) or by ONNX Runtime's k_quant (int8, int4) and hqq (int4); or fit weights to text layer after layer "

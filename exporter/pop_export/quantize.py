@@ -27,7 +27,7 @@ from pop_export.quantize_layers import MAX_TOKENS, quantize_layers
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.reference import PrefillPlan
 from pop_export.sensitive_weights import SENSITIVE_SHARE, sensitive_weights
-from pop_export.split_matrix import AnyScheme, StoredMatrix
+from pop_export.split_matrix import AnyScheme, SplitMatrix, StoredMatrix
 from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
 
@@ -136,8 +136,9 @@ def quantize_pair(
             f"{type(model).__name__}: expected weight matrices to quantise in the decode graph, found none; "
             "export it with --precision fp32"
         )
-    for name in multiplied.keys() & matrices.keys():
-        matrices[name] = dataclasses.replace(matrices[name], input_scales=multiplied[name])  # type: ignore[call-arg]
+    for name, matrix in matrices.items():
+        if name in multiplied and not isinstance(matrix, SplitMatrix):  # only an embedding is split: no norm feeds it
+            matrices[name] = dataclasses.replace(matrix, input_scales=multiplied[name])
     kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
     return Quantization(schemes, matrices, tuple(sorted(kept)))
 

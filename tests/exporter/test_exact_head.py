@@ -13,13 +13,12 @@ from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.split_matrix import SplitScheme, StoredMatrix
 
 N, K = 40, 128
+INT8 = Scheme(8, 32)
 MAGNITUDE = np.ones(K, np.float32)
 MAGNITUDE[5::16] = 50  # eight channels
 
 
-def _head(
-    shape: list[int | str], scheme: Scheme | SplitScheme = Scheme(8, 32)
-) -> tuple[ir.Model, dict[str, StoredMatrix]]:
+def _head(shape: list[int | str], scheme: Scheme | SplitScheme = INT8) -> tuple[ir.Model, dict[str, StoredMatrix]]:
     """Return a graph of one quantised product, scaled as some families scale their logits, and what is stored."""
     weight = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
     x = ir.val("x", ir.DataType.FLOAT, [*shape, K])

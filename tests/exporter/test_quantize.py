@@ -136,17 +136,18 @@ def test_a_prompt_within_the_windows_is_not_damaged_by_pruning(quick_export):
     assert damage["both_kl_nats"] == pytest.approx(damage["quantisation_kl_nats"])
 
 
-def test_head_and_embedding_read_the_same_bytes(quick_export):
-    bundle = quick_export(prune_layers="1,3", precision="int4")
+@pytest.mark.parametrize(("quantizer", "parts"), [("gptq", [""]), ("rtn", [".frequent", ".rare"])])
+def test_head_and_embedding_read_the_same_bytes(quick_export, quantizer, parts):
+    bundle = quick_export(prune_layers="1,3", precision="int4", quantizer=quantizer)
     places = {}
     for graph in ("decode.onnx", "prefill.onnx"):
         model = onnx.load(bundle.folder / graph, load_external_data=False)
         for tensor in model.graph.initializer:
             if tensor.external_data:
                 places[graph, tensor.name] = {entry.key: entry.value for entry in tensor.external_data}
-    for part in ("frequent", "rare"):
-        head = places["decode.onnx", f"lm_head.weight.{part}.q"]
-        rows = [places[graph, f"lm_head.weight.{part}.rows"] for graph in ("decode.onnx", "prefill.onnx")]
+    for part in parts:
+        head = places["decode.onnx", f"lm_head.weight{part}.q"]
+        rows = [places[graph, f"lm_head.weight{part}.rows"] for graph in ("decode.onnx", "prefill.onnx")]
         assert rows == [head, head]
 
 

@@ -9,7 +9,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 NORMS = ("RMSNormalization", "LayerNormalization")
-WEIGHT_FIRST = ("transB",)  # attributes of a product whose weight lies as [N, K]
 
 
 def readers_of_norms(models: Iterable[ir.Model]) -> dict[str, tuple[str, ...]]:
@@ -48,9 +47,9 @@ def balance_inputs(model: ir.Model, scales: Mapping[str, NDArray[np.float32]]) -
     multiplied: dict[str, NDArray[np.float32]] = {}
     for node in model.graph:
         scale = _scale(node)
-        if scale is None or scale.name not in scales:
+        by = scales.get(str(scale.name)) if scale is not None else None
+        if by is None:
             continue
-        by = scales[scale.name]
         for value in node.inputs[1:]:
             assert value is not None
             _replace(value, _numbers(value) / by)

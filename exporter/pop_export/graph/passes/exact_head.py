@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from pop_export.channel_matrix import ChannelMatrix
 from pop_export.graph.passes.quantize_matmuls import constant, replace_node
 from pop_export.split_matrix import StoredMatrix, parts_of
 
@@ -36,7 +37,8 @@ def exact_head(
     Returns:
         How many products were changed: a head has one for each of its parts.
     """
-    stored = {f"{part}.q": matrix for name in matrices for part, matrix in _parts(name, matrices[name])}
+    blockwise = {name: matrix for name, matrix in matrices.items() if not isinstance(matrix, ChannelMatrix)}
+    stored = {f"{part}.q": matrix for name in blockwise for part, matrix in parts_of(name, blockwise[name])}
     loud = np.sort(np.argsort(-magnitude, kind="stable")[:NUM_LOUD])
     count = 0
     pending = [value.producer() for value in model.graph.outputs if value.name == logits]
@@ -54,10 +56,6 @@ def exact_head(
                 replace_node(model.graph, node, _apart(model.graph, node, weight.name, loud, columns))
                 count += 1
     return count
-
-
-def _parts(name: str, matrix: StoredMatrix) -> list:
-    return [] if hasattr(matrix, "codes") else parts_of(name, matrix)
 
 
 def _apart(graph: ir.Graph, node: ir.Node, name: str, loud: np.ndarray, columns: np.ndarray) -> list[ir.Node]:
