@@ -72,7 +72,9 @@ def _fitted(
     if by is None:
         return gptq(weight, hessian, scheme)
     scales = torch.from_numpy(by)
-    return dataclasses.replace(gptq(weight * scales, hessian / torch.outer(scales, scales), scheme), input_scales=by)
+    fitted = gptq(weight * scales, hessian / torch.outer(scales, scales), scheme)
+    assert isinstance(fitted, QuantizedMatrix)  # scales per channel have no blocks to even out
+    return dataclasses.replace(fitted, input_scales=by)
 
 
 def spread(samples: Sequence[np.ndarray], max_tokens: int) -> list[np.ndarray]:
