@@ -65,7 +65,7 @@ class ExportConfig:
     precision: Precision = "fp32"
     block_size: int | None = None  # weights that share a scale; None: as `precision.schemes_for` chooses
     quantizer: Quantizer | None = None  # None: gptq, which fits to text, for int4; rtn for 8 bits
-    symmetric: bool | None = None  # None: symmetric for int8 and for int4 that is fitted (gptq)
+    symmetric: bool | None = None  # None: symmetric for int8, asymmetric for int4
 
     threads: int | None = None  # None: one per visible core
 

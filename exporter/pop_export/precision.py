@@ -25,7 +25,7 @@ from pop_export.stored_weights import stored_weights
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # fitting gains nothing in 8 bits
 DEFAULT_QUANTIZER: dict[str, Method] = {"int8": "rtn", "int4": "gptq", "int8-dynamic": "rtn"}
-FITTED_SHARE = 1 / 24  # of int4's weights keep 8 bits for their sensitivity where the others are fitted to text
+FITTED_SHARE = 1 / 24  # of symmetric int4's weights keep 8 bits for their sensitivity
 FINE_BITS: Literal[8] = 8  # of what int4 spares: K and V of a skipped layer are all that the prompt leaves there
 
 
@@ -93,10 +93,10 @@ def store_precision(
 def schemes_for(config: ExportConfig) -> Schemes | None:
     """Return how each kind of weight is quantised; None where none is.
 
-    int8 is for those who want to see no difference. int4 that is fitted to text has the form that decodes fastest: no
-    zero points, and Q, K and V alike, so that they are one product. Where scales are found from the weights alone it
-    has zero points, which take a fifth off the squared error, and 8 bits where they bring most: in K and V, in more of
-    the sensitive weights, and in the rows of frequent tokens, which embedding and head share.
+    int8 is for those who want to see no difference. int4 has zero points, which take a fifth off the squared error, and
+    keeps 8 bits where they bring most: in K and V, in sensitive weights, and in the rows of frequent tokens, which
+    embedding and head share. Fitted and symmetric it has the form that decodes fastest instead: no zero points, Q, K
+    and V alike, so that they are one product, and one head.
     """
     if config.precision not in QUANTIZED:
         return None
@@ -104,12 +104,12 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
     if config.precision == "int8-dynamic":
         channels = ChannelScheme("gptq" if method == "gptq" else "rtn")
         return Schemes(channels, channels, Scheme(8, 32))  # the head reads one position: it has time to be exact
-    size, fitted = config.block_size or 32, method == "gptq"
+    size = config.block_size or 32
     if config.precision == "int8":
         dense = Scheme(8, size, method, config.symmetric is not False)
         return Schemes(dense, dense, Scheme(8, size, symmetric=dense.symmetric))
     fine = Scheme(FINE_BITS, size)
-    dense = Scheme(4, size, method, fitted if config.symmetric is None else config.symmetric)
-    if fitted:
+    dense = Scheme(4, size, method, config.symmetric is True)
+    if dense.symmetric and method == "gptq":
         return Schemes(dense, fine, dense, key_value=dense, sensitive_share=FITTED_SHARE)
     return Schemes(dense, fine, SplitScheme(fine, dataclasses.replace(dense, method="rtn")))

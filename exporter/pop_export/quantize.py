@@ -117,7 +117,10 @@ def quantize_pair(
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
     dense = {name: schemes.dense for name in read if scheme_of(name) is schemes.dense}
     if samples and isinstance(schemes.dense, Scheme) and schemes.fine is not schemes.dense:
-        sensitive = sensitive_weights(model, dense, schemes.dense, samples, multiplied, schemes.sensitive_share)
+        others = (
+            dense.keys() - key_value
+        )  # K and V have the bits that they are given: those of Q make one product of three
+        sensitive = sensitive_weights(model, others, schemes.dense, samples, multiplied, schemes.sensitive_share)
     fitted = {name: scheme for name, scheme in dense.items() if scheme.method == "gptq" and name not in sensitive}
     heads = [name for name in parameters if parameters[name] is head]
     if samples and isinstance(schemes.embedding, Scheme) and schemes.embedding.method == "gptq":

@@ -136,9 +136,9 @@ def test_a_prompt_within_the_windows_is_not_damaged_by_pruning(quick_export):
     assert damage["both_kl_nats"] == pytest.approx(damage["quantisation_kl_nats"])
 
 
-@pytest.mark.parametrize(("quantizer", "parts"), [("gptq", [""]), ("rtn", [".frequent", ".rare"])])
-def test_head_and_embedding_read_the_same_bytes(quick_export, quantizer, parts):
-    bundle = quick_export(prune_layers="1,3", precision="int4", quantizer=quantizer)
+@pytest.mark.parametrize(("symmetric", "parts"), [(True, [""]), (None, [".frequent", ".rare"])])
+def test_head_and_embedding_read_the_same_bytes(quick_export, symmetric, parts):
+    bundle = quick_export(prune_layers="1,3", precision="int4", symmetric=symmetric)
     places = {}
     for graph in ("decode.onnx", "prefill.onnx"):
         model = onnx.load(bundle.folder / graph, load_external_data=False)
@@ -149,6 +149,25 @@ def test_head_and_embedding_read_the_same_bytes(quick_export, quantizer, parts):
         head = places["decode.onnx", f"lm_head.weight{part}.q"]
         rows = [places[graph, f"lm_head.weight{part}.rows"] for graph in ("decode.onnx", "prefill.onnx")]
         assert rows == [head, head]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key_bits", "num_loud", "has_zero_points"),
+    [
+        ({"precision": "int8"}, 8, 1, False),
+        ({"precision": "int4", "symmetric": True}, 4, 0, False),
+        ({"precision": "int4"}, 8, 0, True),
+    ],
+)
+def test_what_decodes_fast_is_in_the_graph(quick_export, settings, key_bits, num_loud, has_zero_points):
+    bundle = quick_export(prune_layers="1,3", **settings)
+    assert all(check["passed"] for check in bundle.report["verification"]["checks"])
+    graph = onnx.load(bundle.folder / "decode.onnx", load_external_data=False).graph
+    products = {node.input[1]: node for node in graph.node if node.op_type == "MatMulNBits"}
+    key = products["model.layers.0.self_attn.k_proj.weight.q"]
+    assert [attribute.i for attribute in key.attribute if attribute.name == "bits"] == [key_bits]
+    assert sum(tensor.name == "lm_head.weight.q.loud" for tensor in graph.initializer) == num_loud
+    assert any(len(node.input) > 3 and node.input[3] for node in products.values()) == has_zero_points
 
 
 def test_one_wrong_number_in_the_weights_is_found(quick_export, monkeypatch, tmp_path):
