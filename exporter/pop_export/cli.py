@@ -114,7 +114,8 @@ def parser() -> argparse.ArgumentParser:
         help="int8, int4: weights that share a scale: 16 to 256 (default 32)")  # fmt: skip
     symmetry = precision.add_mutually_exclusive_group()
     symmetry.add_argument("--symmetric", dest="symmetric", action="store_true", default=None,
-        help="int8, int4: no zero point per block (default for int8); int4 with gptq decodes fastest so, at twice the damage")  # fmt: skip
+        help="int8, int4: no zero point per block (default for int8); int4 with gptq then decodes fastest, at twice "
+        "the damage")  # fmt: skip
     symmetry.add_argument("--asymmetric", dest="symmetric", action="store_false", default=None,
         help="int8, int4: a zero point per block (default for int4)")  # fmt: skip
     add("--quantizer", choices=get_args(Quantizer),
