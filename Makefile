@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 DEMO ?= out/smollm2
 CPP_BUILD ?= build/cpp
 
-.PHONY: demo test check lint types real slow clean cpp test-cpp lint-cpp sanitize-cpp
+.PHONY: demo test check lint types real slow sweep clean cpp test-cpp lint-cpp sanitize-cpp
 
 demo: $(INSTALLED)
 	$(BIN)/pop-export --model smollm2-135m --out $(DEMO) --force
@@ -30,11 +30,16 @@ types: $(INSTALLED)
 real: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "real and not cpp and not slow"
 
-# Wide sweeps, a family to a core; then large synthetic models, kills, memory: alone on the machine.
-SLOW := $(BIN)/python -m pytest -q -m "slow and not cpp"
+# The common families, one to a core; then large synthetic models, kills, memory: alone on the machine.
+SLOW := $(BIN)/python -m pytest -q -m "slow and not cpp and not real"
 slow: $(INSTALLED)
 	$(SLOW) -n 2 tests/exporter/families
 	$(SLOW) --ignore tests/exporter/families
+
+# Every proven family in dialect `standard` and in onnxruntime-genai, then the real models in every precision: an hour.
+sweep: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m "sweep and not cpp" tests/exporter/families
+	$(BIN)/python -m pytest -q -m "slow and real and not cpp"
 
 # The C++ runtime: $(CPP_BUILD)/pop_run and the library. Needs a C++17 compiler and apt; all else is fetched into $(CPP_BUILD)/deps.
 CPP_INSTALLED := $(VENV)/.installed-cpp
@@ -54,7 +59,7 @@ test-cpp: lint-cpp cpp $(INSTALLED)
 	$(BIN)/cmake --build $(CPP_BUILD)
 	$(CTEST) $(CPP_BUILD)
 	$(BIN)/cmake --install $(CPP_BUILD) --prefix $(CPP_BUILD)/installed
-	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow and not real" tests/cpp
+	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow and not sweep and not real" tests/cpp
 
 lint-cpp: $(CPP_INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $$(find runtime/cpp tests/cpp benchmarks -name '*.cpp' -o -name '*.h')

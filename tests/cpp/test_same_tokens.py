@@ -66,7 +66,7 @@ def test_200_greedy_tokens_of_a_core_family_are_the_same(tmp_path: Path, pop_run
     _compare_family(pop_run, _family_bundle(model_type, tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", proven_families())
 def test_200_greedy_tokens_of_every_family_are_the_same(tmp_path: Path, pop_run: PopRun, model_type: str) -> None:
     from tests.exporter.families.sweep import TEXT_PARTS

@@ -52,7 +52,7 @@ def test_genai_gets_the_tokens_of_a_core_family(export_of, model_type):
     check(export_of(model_type))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", proven_families())
 def test_genai_gets_the_tokens_of_every_family_but_those_that_the_page_names(export_of, model_type):
     exported = export_of(TEXT_PARTS.get(model_type, model_type))

@@ -32,7 +32,7 @@ def test_the_pair_in_onnx_operators_alone_computes_what_pytorch_does(export_of, 
     assert exported.decode_ops.count("TensorScatter") == 2 * proof.num_layers(exported)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", sorted({*proven_families()} - {*COMMON_FAMILIES, *FAMILIES}))
 def test_the_pair_of_a_family_that_dialect_ort_proves_computes_what_pytorch_does(export_of, model_type):
     prove(export_of(TEXT_PARTS.get(model_type, model_type), "standard"))
