@@ -37,11 +37,11 @@ def _family_bundle(model_type: str, folder: Path) -> Model:
 
 def _compare_family(pop_run: PopRun, model: Model) -> None:
     """Compare 200 greedy tokens; some tiny models repeat one token for ever, so with a penalty on that too."""
-    _compare(pop_run, model, PROMPT, 200, must_differ=False)
-    _compare(pop_run, model, PROMPT, 200, repetition_penalty=1.5)
+    compare(pop_run, model, PROMPT, 200, must_differ=False)
+    compare(pop_run, model, PROMPT, 200, repetition_penalty=1.5)
 
 
-def _compare(
+def compare(
     pop_run: PopRun, model: Model, prompt: list[int], num_new: int, must_differ: bool = True, **options: Any
 ) -> None:
     """Assert that both runtimes give the same tokens, pruned and full, and that pruning changes some."""
@@ -75,9 +75,10 @@ def test_200_greedy_tokens_of_every_family_are_the_same(tmp_path: Path, pop_run:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_every_kv_type_gives_the_same_tokens(tmp_path: Path, pop_run: PopRun, dtype: str) -> None:
-    model = pop_runtime.load(make_bundle(tmp_path, dtype=dtype), threads=1)
-    _compare(pop_run, model, PROMPT, 24)
+@pytest.mark.parametrize("segmented", [False, True])
+def test_every_kv_type_gives_the_same_tokens(tmp_path: Path, pop_run: PopRun, dtype: str, segmented: bool) -> None:
+    model = pop_runtime.load(make_bundle(tmp_path, dtype=dtype, segmented=segmented), threads=1)
+    compare(pop_run, model, PROMPT, 24)
 
 
 @pytest.mark.parametrize(
@@ -92,17 +93,20 @@ def test_every_kv_type_gives_the_same_tokens(tmp_path: Path, pop_run: PopRun, dt
         {"sink_tokens": 7, "boundary_tokens": 9},
         {"sink_tokens": 2, "boundary_tokens": 3, "prefill_chunk_tokens": 7},
         {"sink_tokens": 0, "boundary_tokens": 38},
+        {"sink_tokens": 7, "boundary_tokens": 9, "prefill_chunk_tokens": 20},
     ],
 )
+@pytest.mark.parametrize("segmented", [False, True])
 def test_one_seed_gives_the_same_tokens(
-    tmp_path_factory: pytest.TempPathFactory, pop_run: PopRun, options: dict[str, Any]
+    tmp_path_factory: pytest.TempPathFactory, pop_run: PopRun, segmented: bool, options: dict[str, Any]
 ) -> None:
-    model = pop_runtime.load(make_bundle(tmp_path_factory.mktemp("seeded")), threads=1)
-    _compare(pop_run, model, PROMPT, 24, **options)
+    model = pop_runtime.load(make_bundle(tmp_path_factory.mktemp("seeded"), segmented=segmented), threads=1)
+    compare(pop_run, model, PROMPT, 24, **options)
 
 
-def test_low_memory_gives_the_same_tokens(tmp_path: Path, pop_run: PopRun) -> None:
-    make_bundle(tmp_path)
+@pytest.mark.parametrize("segmented", [False, True])
+def test_low_memory_gives_the_same_tokens(tmp_path: Path, pop_run: PopRun, segmented: bool) -> None:
+    make_bundle(tmp_path, segmented=segmented)
     flags = (tmp_path, "--ids", ids_text(PROMPT), "--json", "--ignore-eos", "--max-new-tokens", 20)
     assert pop_run(*flags).json["new_token_ids"] == pop_run(*flags, "--low-memory").json["new_token_ids"]
 

@@ -16,7 +16,8 @@ import onnx
 from onnx import TensorProto, helper
 
 import pop_runtime
-from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
+from pop_runtime.manifest import KvLayer, Manifest, Plan, Segment, Windows, describe_files, write_manifest
+from pop_runtime.schedule import Stage
 
 L, E, H, H_KV, D, V, MAX_POSITIONS = 3, 32, 4, 2, 16, 300, 64
 SKIPPED = (1, 2)
@@ -124,8 +125,10 @@ def _heads(graph: _Graph, flat: str) -> str:
     return graph.op("Transpose", [graph.op("Reshape", [flat, graph.ints([0, 0, H_KV, D])])], perm=[0, 2, 1, 3])
 
 
-def _build(graph: _Graph, skipped: tuple[int, ...], has_head: bool) -> None:
-    """Write the nodes of one graph."""
+def _build(
+    graph: _Graph, skipped: tuple[int, ...], has_head: bool, layers: range, hidden_in: str | None
+) -> str:  # fmt: skip
+    """Write the nodes of one graph or segment and return the name of its last hidden states."""
     num_new = graph.op("Shape", ["input_ids"], start=1, end=2)  # [1]
     length = graph.op("ReduceSum", ["attention_mask", graph.ints([1])], keepdims=0)  # [B]
     past = graph.op("Sub", [length, num_new])  # [B]
@@ -135,14 +138,14 @@ def _build(graph: _Graph, skipped: tuple[int, ...], has_head: bool) -> None:
     last = graph.op("Cast", [graph.op("Sub", [length, graph.ints([1])])], to=TensorProto.INT32)  # [B]
     steps = graph.op("Range", [graph.ints(0), graph.op("Squeeze", [num_new]), graph.ints(1)])  # [S]
     positions = graph.op("Add", [graph.op("Unsqueeze", [past, graph.ints([1])]), steps])  # [B, S]
-    hidden = graph.op(
+    hidden = hidden_in or graph.op(
         "Add",
         [
             graph.op("Gather", [graph.weight("embed"), "input_ids"]),
             graph.op("Gather", [graph.weight("positions"), positions]),
         ],
     )  # [B, S, E]
-    for layer in range(L):
+    for layer in layers:
         pasts = [f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"]
         presents = [f"present.{layer}.key", f"present.{layer}.value"]
         key = graph.op("MatMul", [hidden, graph.weight(f"{layer}.k")])
@@ -168,6 +171,7 @@ def _build(graph: _Graph, skipped: tuple[int, ...], has_head: bool) -> None:
     if has_head:
         final = graph.op("Gather", [hidden, graph.ints([-1])], axis=1)  # [B, 1, E]
         graph.op("MatMul", [final, graph.weight("head")], names=["logits"])
+    return str(hidden)
 
 
 def save_graph(
@@ -177,12 +181,15 @@ def save_graph(
     skipped: tuple[int, ...],
     dtype: str,
     has_head: bool,
+    layers: range = range(L),
+    hidden_in: str | None = None,
+    hidden_out: str | None = None,
 ) -> None:
-    """Write one graph."""
+    """Write one graph, or a segment of some layers."""
     graph = _Graph(weights, offsets, dtype)
-    _build(graph, skipped, has_head)
+    last_hidden = _build(graph, skipped, has_head, layers, hidden_in)
     kind, kv_shape = _ONNX_TYPE[dtype], ["batch", H_KV, "capacity", D]
-    names = [f"{layer}.{part}" for layer in range(L) for part in ("key", "value")]
+    names = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
     inputs = [
         helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
         helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "total"]),
@@ -192,6 +199,11 @@ def save_graph(
     if has_head:
         shape = ["batch", 1, weights["head"].shape[1]]
         outputs.insert(0, helper.make_tensor_value_info("logits", kind, shape))
+    if hidden_in is not None:
+        inputs.append(helper.make_tensor_value_info(hidden_in, kind, ["batch", "new", E]))
+    if hidden_out is not None:
+        graph.op("Identity", [last_hidden], names=[hidden_out])
+        outputs.append(helper.make_tensor_value_info(hidden_out, kind, ["batch", "new", E]))
     proto = helper.make_model(
         helper.make_graph(graph.nodes, path.stem, inputs, outputs, list(graph.constants.values())),
         opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)],
@@ -200,16 +212,43 @@ def save_graph(
     path.write_bytes(proto.SerializeToString())
 
 
+def save_segments(
+    folder: Path, weights: dict[str, np.ndarray], offsets: dict[str, int], skipped: tuple[int, ...], dtype: str
+) -> tuple[Segment, ...]:
+    """Write the segments of both graphs, one for each layer, and return them.
+
+    In prefill the last layer hands on nothing, and a skipped one what it was given, but for the first: the embedding.
+    """
+    segments = []
+    for layer in range(L):
+        is_first, is_last = layer == 0, layer == L - 1
+        hidden_in, hidden_out = None if is_first else f"hidden_{layer}", None if is_last else f"hidden_{layer + 1}"
+        passed_on = hidden_out if is_first else None
+        kinds: list[tuple[str, tuple[Stage, ...], tuple[int, ...], str | None]] = [
+            ("kept", ("prefill", "decode"), (), hidden_out)
+        ]
+        if is_last or layer in skipped:  # nothing reads what the last layer would leave of a prompt
+            kinds = [("skipped", ("prefill",), (layer,), passed_on), ("full", ("decode",), (), hidden_out)]
+        for kind, stages, left_out, out in kinds:
+            name, has_head = f"segment-{layer}-{kind}.onnx", is_last and "decode" in stages
+            save_graph(
+                folder / name, weights, offsets, left_out, dtype, has_head, range(layer, layer + 1), hidden_in, out
+            )
+            segments.append(Segment(name, stages, hidden_in, out))
+    return tuple(segments)
+
+
 def make_bundle(
     folder: Path,
     weights: dict[str, np.ndarray] | None = None,
     *,
     dtype: str = "float32",
     skipped: tuple[int, ...] = SKIPPED,
+    segmented: bool = False,
     text_files: dict[str, str] | None = None,
     **fields: Any,
 ) -> Path:
-    """Write a whole bundle and return its folder; `fields` replace those of the manifest."""
+    """Write a whole bundle, with segments if wanted, and return its folder; `fields` replace those of the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = weights or tiny_weights()
     offsets, blob = {}, b""
@@ -220,6 +259,7 @@ def make_bundle(
     (folder / "weights.bin").write_bytes(blob)
     save_graph(folder / "decode.onnx", weights, offsets, (), dtype, has_head=True)
     save_graph(folder / "prefill.onnx", weights, offsets, skipped, dtype, has_head=False)
+    segments = save_segments(folder, weights, offsets, skipped, dtype) if segmented else ()
     for name, text in (text_files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     known = {
@@ -243,9 +283,11 @@ def make_bundle(
         tokenizer=None,
         chat_template=None,
         generation_config=None,
+        segments=segments,
     )
     found = {field: name for field, name in known.items() if (folder / name).exists()}
-    names = ["prefill.onnx", "decode.onnx", "weights.bin", *found.values()]
+    graphs = ["prefill.onnx", "decode.onnx", *(segment.graph for segment in segments)]
+    names = [*graphs, "weights.bin", *found.values()]
     manifest = dataclasses.replace(manifest, **{**found, "files": describe_files(folder, names), **fields})
     write_manifest(folder, manifest)
     return folder

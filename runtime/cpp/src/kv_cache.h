@@ -1,8 +1,7 @@
-// The KV buffers that both graphs read and write in place, and a graph bound to them.
+// The KV buffers that both graphs read and write in place.
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +11,14 @@
 #include "pop/model.h"
 
 namespace pop::internal {
+
+// Returns the bytes of one element of a float type.
+std::size_t element_bytes(ONNXTensorElementDataType type);
+
+struct UnmapMemory {
+    std::size_t num_bytes = 0;
+    void operator()(void* memory) const noexcept;
+};
 
 // K and V of every layer of one sequence, and for each position in use what wrote it.
 //
@@ -26,7 +33,7 @@ public:
         std::int64_t num_heads;
         std::int64_t head_size;
         std::size_t num_bytes;
-        std::unique_ptr<void, decltype(&std::free)> memory;
+        std::unique_ptr<void, UnmapMemory> memory;
     };
 
     // Throws BackendError: the system refuses the memory (gives the bytes asked for).
@@ -48,39 +55,6 @@ private:
     std::int64_t capacity_;
     ONNXTensorElementDataType type_;
     std::vector<Buffer> buffers_;
-};
-
-// One session bound to one cache: the KV buffers once, per run only the small inputs.
-class BoundGraph {
-public:
-    // name: the graph's file, for messages. has_logits: whether the graph gives logits.
-    BoundGraph(const Ort::Session& session, const Manifest& manifest, const KvCache& cache, std::string name,
-               bool has_logits);
-
-    // Feeds new tokens and writes their K and V in place.
-    //
-    // ids: `count` of them, which take the positions before `total`. options: ends the run early if it is terminated.
-    // Throws BackendError: ONNX Runtime fails, or was terminated.
-    void run(const std::int64_t* ids, std::size_t count, std::int64_t total, const Ort::RunOptions& options);
-
-    // The last run's logits, [V].
-    const std::vector<float>& logits();
-
-private:
-    void bind_logits(const Manifest& manifest);
-
-    Ort::Session& session_;
-    std::string name_;
-    std::string ids_name_;
-    std::string mask_name_;
-    Ort::MemoryInfo memory_;
-    Ort::IoBinding binding_;
-    std::vector<std::int64_t> ones_;       // the mask of all lengths
-    std::vector<std::int64_t> ids_;        // bound: has to stay while it is
-    std::size_t num_bound_ = 0;            // how many ids are bound
-    std::vector<float> logits_;            // [V]
-    std::vector<std::uint16_t> raw_half_;  // [V], if the graph gives 16 bits
-    ONNXTensorElementDataType logits_type_ = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 };
 
 }  // namespace pop::internal

@@ -28,4 +28,20 @@ std::vector<Stretch> plan_turn(std::int64_t num_past, std::int64_t num_new, cons
     return stretches;
 }
 
+std::vector<std::vector<Stretch>> plan_joined_turn(std::int64_t num_past, std::int64_t num_new,
+                                                   const std::optional<Windows>& windows, std::int64_t chunk_tokens) {
+    std::vector<std::vector<Stretch>> chunks;
+    const auto whole = plan_turn(num_past, num_new, windows, num_new);
+    for (std::int64_t start = 0; start < num_new;) {
+        const auto stop = start + std::min(chunk_tokens, num_new - start);
+        auto& chunk = chunks.emplace_back();
+        for (const auto& stretch : whole) {
+            if (stretch.start >= stop || stretch.stop <= start) continue;
+            chunk.push_back({std::max(stretch.start, start), std::min(stretch.stop, stop), stretch.stage});
+        }
+        start = stop;
+    }
+    return chunks;
+}
+
 }  // namespace pop::internal

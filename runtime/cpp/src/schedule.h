@@ -35,4 +35,10 @@ inline bool operator==(const Stretch& a, const Stretch& b) {
 std::vector<Stretch> plan_turn(std::int64_t num_past, std::int64_t num_new, const std::optional<Windows>& windows,
                                std::int64_t chunk_tokens);
 
+// Returns chunks of a turn for a runtime that feeds both graphs at once, each cut where its stage changes.
+//
+// Every token goes through the graph that `plan_turn` says. A chunk begins at a multiple of `chunk_tokens`.
+std::vector<std::vector<Stretch>> plan_joined_turn(std::int64_t num_past, std::int64_t num_new,
+                                                   const std::optional<Windows>& windows, std::int64_t chunk_tokens);
+
 }  // namespace pop::internal

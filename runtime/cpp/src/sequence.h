@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "kv_cache.h"
+#include "bound_graph.h"
 #include "schedule.h"
 #include "sessions.h"
 
@@ -45,7 +45,14 @@ public:
     void rewind(std::int64_t position);
 
 private:
+    // Returns the stretches of a turn, chunk by chunk: several in one only where they can be joined.
+    std::vector<std::vector<Stretch>> plan(std::int64_t num_new, const std::optional<Windows>& windows,
+                                           std::int64_t chunk_tokens) const;
+    // Feeds the stretches of one chunk. ids: of the turn.
+    void feed_chunk(const std::int64_t* ids, std::vector<Stretch> stretches, const Ort::RunOptions& options);
     void feed(const std::int64_t* ids, std::int64_t count, Stage stage, const Ort::RunOptions& options);
+    // Takes new positions into the cache's record, once the run is over: after a failure the sequence is what it was.
+    void count_in(std::int64_t count, Stage stage);
 
     const SessionPair& sessions_;
     const Manifest& manifest_;

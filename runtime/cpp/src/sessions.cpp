@@ -3,133 +3,94 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <map>
+#include <atomic>
+#include <future>
 #include <mutex>
 #include <thread>
 
+#include "graph_check.h"
 #include "text_format.h"
 
 namespace pop::internal {
 
 namespace {
 
-constexpr std::int64_t kAny = -1;  // a size that a graph leaves open, or that is not checked
+// When the threads of a session spin for work instead of waiting to be woken.
+enum class Spin { never, during_runs, always };
 
-struct ValueInfo {
-    ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-    std::vector<std::int64_t> shape;
-};
-
-std::string type_name(ONNXTensorElementDataType type) {
-    switch (type) {
-        case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT: return "float32";
-        case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16: return "float16";
-        case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16: return "bfloat16";
-        case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64: return "int64";
-        default: return "element type " + std::to_string(type);
+// Returns the settings of a session, those of `pop_runtime.sessions`, which gives the measurements behind them:
+// segments run one after another, so their threads spin while theirs runs. Of whole graphs, prefill threads do not
+// spin, so that they cannot take cores from the decode steps that follow; decode threads do, since a step is short and
+// waking a thread is not.
+//
+// packed: repack weights for faster kernels.
+Ort::SessionOptions session_options(int threads, Spin spin, bool packed) {
+    Ort::SessionOptions options;
+    options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
+    options.SetIntraOpNumThreads(threads);
+    options.SetInterOpNumThreads(1);
+    options.DisableMemPattern();  // kept per input shape, but the mask is longer at every step: never used again
+    options.AddConfigEntry("session.use_env_allocators", "1");
+    options.AddConfigEntry("session.intra_op.allow_spinning", spin == Spin::never ? "0" : "1");
+    if (spin == Spin::during_runs) {
+        options.AddConfigEntry("session.force_spinning_stop", "1");
+        options.AddConfigEntry("session.intra_op.spin_duration_us", "1000");  // those of a session just opened, too
     }
+    if (!packed) options.AddConfigEntry("session.disable_prepacking", "1");
+    return options;
 }
 
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-    std::vector<std::string> sizes;
-    for (const auto size : shape) sizes.push_back(size < 0 ? "any" : std::to_string(size));
-    return "[" + join(sizes, ", ") + "]";
+bool begins(const std::string& text, const char* with) { return text.rfind(with, 0) == 0; }
+
+SessionPair new_pair(const std::filesystem::path& folder, const Manifest& manifest, int threads) {
+    return {make_env(), std::make_unique<SharedWeights>(folder, manifest), threads, {}, {}, {}, false};
 }
 
-// Returns the inputs or the outputs of a session by name.
-std::map<std::string, ValueInfo> values_of(const Ort::Session& session, bool inputs) {
-    const Ort::AllocatorWithDefaultOptions allocator;
-    std::map<std::string, ValueInfo> values;
-    const auto count = inputs ? session.GetInputCount() : session.GetOutputCount();
-    for (std::size_t index = 0; index < count; ++index) {
-        const auto name =
-            inputs ? session.GetInputNameAllocated(index, allocator) : session.GetOutputNameAllocated(index, allocator);
-        const auto type = inputs ? session.GetInputTypeInfo(index) : session.GetOutputTypeInfo(index);
-        auto& value = values[name.get()];
-        if (type.GetONNXType() != ONNX_TYPE_TENSOR) continue;
-        const auto tensor = type.GetTensorTypeAndShapeInfo();
-        value = {tensor.GetElementType(), tensor.GetShape()};
-    }
-    return values;
+// Returns a link whose session is still to be opened.
+Link closed_link(const std::string& graph, const std::optional<std::string>& hidden_in = {},
+                 const std::optional<std::string>& hidden_out = {}) {
+    Link link;
+    link.graph = graph;
+    link.hidden_in = hidden_in;
+    link.hidden_out = hidden_out;
+    return link;
 }
 
-// Checks that a graph has the inputs and outputs which the manifest promises, with the right types and sizes.
-class GraphCheck {
-public:
-    GraphCheck(const Ort::Session& session, std::string place)
-        : inputs_(values_of(session, true)), outputs_(values_of(session, false)), place_(std::move(place)) {}
-
-    void input(const std::string& name, ONNXTensorElementDataType type, const std::vector<std::int64_t>& shape) const {
-        check(inputs_, name, {type}, shape);
-    }
-    void output(const std::string& name, const std::vector<ONNXTensorElementDataType>& types,
-                const std::vector<std::int64_t>& shape) const {
-        check(outputs_, name, types, shape);
-    }
-
-private:
-    void check(const std::map<std::string, ValueInfo>& values, const std::string& name,
-               const std::vector<ONNXTensorElementDataType>& types, const std::vector<std::int64_t>& shape) const {
-        const auto found = values.find(name);
-        if (found == values.end()) {
-            throw ModelError(message(place_, "the value '" + name + "' (manifest.json)", "none", "re-run pop-export"));
+// Opens the sessions of all links, each with its options. One is opened by a single thread, so as many at once as a
+// session has threads.
+void open_links(SessionPair& pair, const std::filesystem::path& folder, std::vector<Ort::SessionOptions> options) {
+    for (std::size_t index = 0; index < pair.links.size(); ++index) {
+        const auto& graph = pair.links[index].graph;
+        std::error_code ignored;
+        if (!std::filesystem::is_regular_file(folder / graph, ignored)) {
+            throw ModelError(message((folder / graph).string(), "an ONNX graph", "none", "re-run pop-export"));
         }
-        const auto& value = found->second;
-        const auto place = place_ + ", " + name;
-        if (std::find(types.begin(), types.end(), value.type) == types.end()) {
-            std::vector<std::string> names;
-            for (const auto type : types) names.push_back(type_name(type));
-            throw ModelError(
-                message(place, join(names, " or ") + " (manifest.json)", type_name(value.type), "re-run pop-export"));
+        pair.weights->give(graph, options[index]);
+    }
+    std::atomic<std::size_t> num_begun{0};
+    const auto open_some = [&] {
+        for (auto index = num_begun++; index < pair.links.size(); index = num_begun++) {
+            auto& link = pair.links[index];
+            try {
+                link.session = pair.weights->open(pair.env, link.graph, options[index]);
+            } catch (const Ort::Exception& error) {
+                throw backend_error(link.graph, "a graph that ONNX Runtime loads", error);
+            }
+            link.inputs = values_of(link.session, true);
+            link.outputs = values_of(link.session, false);
         }
-        const bool agrees = std::equal(
-            shape.begin(), shape.end(), value.shape.begin(), value.shape.end(),
-            [](std::int64_t wanted, std::int64_t size) { return wanted == kAny || size < 0 || size == wanted; });
-        if (!agrees) {
-            throw ModelError(message(place, "shape " + shape_text(shape) + " (manifest.json)", shape_text(value.shape),
-                                     "re-run pop-export"));
-        }
+    };
+    std::vector<std::future<void>> openers;
+    while (openers.size() < std::min(static_cast<std::size_t>(pair.threads), pair.links.size())) {
+        openers.push_back(std::async(open_some));
     }
-
-    std::map<std::string, ValueInfo> inputs_;
-    std::map<std::string, ValueInfo> outputs_;
-    std::string place_;
-};
-
-void check_graph(const Ort::Session& session, const Manifest& manifest, const std::string& place, bool has_logits) {
-    const GraphCheck graph(session, place);
-    const auto kind = element_type(manifest.kv_dtype);
-    for (const auto& name : {manifest.input_ids, manifest.attention_mask}) {
-        graph.input(name, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, {kAny, kAny});
-    }
-    for (std::size_t layer = 0; layer < manifest.kv_layers.size(); ++layer) {
-        const auto& kv = manifest.kv_layers[layer];
-        const std::vector<std::int64_t> key{kAny, kv.num_heads, kAny, kv.key_head_size};
-        const std::vector<std::int64_t> value{kAny, kv.num_heads, kAny, kv.value_head_size};
-        graph.input(layer_name(manifest.past_key, layer), kind, key);
-        graph.input(layer_name(manifest.past_value, layer), kind, value);
-        graph.output(layer_name(manifest.present_key, layer), {kind}, key);
-        graph.output(layer_name(manifest.present_value, layer), {kind}, value);
-    }
-    if (has_logits) {
-        graph.output(manifest.logits,
-                     {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-                      ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16},
-                     {kAny, kAny, manifest.vocab_size});
-    }
+    for (auto& opener : openers) opener.get();
+    pair.weights->release_pages();
 }
 
-Ort::Session open_session(SessionPair& pair, const std::filesystem::path& folder, const std::string& graph,
-                          Ort::SessionOptions options) {
-    std::error_code ignored;
-    if (!std::filesystem::is_regular_file(folder / graph, ignored)) {
-        throw ModelError(message((folder / graph).string(), "an ONNX graph", "none", "re-run pop-export"));
-    }
-    try {
-        return pair.weights->open(pair.env, graph, options);
-    } catch (const Ort::Exception& error) {
-        throw backend_error(graph, "a graph that ONNX Runtime loads", error);
-    }
+void check_chains(const SessionPair& pair, const std::filesystem::path& folder, const Manifest& manifest) {
+    check_chain(pair.decode, manifest, folder, manifest.decode_graph, true);
+    check_chain(pair.prefill, manifest, folder, manifest.prefill_graph, false);
 }
 
 }  // namespace
@@ -137,12 +98,6 @@ Ort::Session open_session(SessionPair& pair, const std::filesystem::path& folder
 BackendError backend_error(const std::string& place, const std::string& expected, const std::exception& error) {
     const auto next = "re-run pop-export, or change onnxruntime " + Ort::GetVersionString();
     return BackendError(message(place, expected, one_line(error.what(), 400), next));
-}
-
-ONNXTensorElementDataType element_type(const std::string& dtype) {
-    if (dtype == "float16") return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-    if (dtype == "bfloat16") return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
-    return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 }
 
 Ort::Env make_env() {
@@ -158,18 +113,6 @@ Ort::Env make_env() {
     return env;
 }
 
-Ort::SessionOptions session_options(int threads, bool spin, bool packed) {
-    Ort::SessionOptions options;
-    options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
-    options.SetIntraOpNumThreads(threads);
-    options.SetInterOpNumThreads(1);
-    options.DisableMemPattern();  // kept per input shape, but the mask is longer at every step: never used again
-    options.AddConfigEntry("session.use_env_allocators", "1");
-    options.AddConfigEntry("session.intra_op.allow_spinning", spin ? "1" : "0");
-    if (!packed) options.AddConfigEntry("session.disable_prepacking", "1");
-    return options;
-}
-
 int visible_cores() {
 #if defined(__linux__)
     cpu_set_t cores;
@@ -183,17 +126,43 @@ SessionPair open_pair(const std::filesystem::path& folder, const Manifest& manif
         throw UsageError(message("threads", "at least 1", std::to_string(*options.threads),
                                  "leave it out to use the visible cores"));
     }
-    SessionPair pair{make_env(), std::make_unique<SharedWeights>(folder, manifest)};
-    pair.threads = options.threads.value_or(visible_cores());
+    const auto threads = options.threads.value_or(visible_cores());
+    const bool leaves_unpacked = options.low_memory && !begins(manifest.precision, "int");
+    if (!manifest.segments.empty() && !leaves_unpacked) return open_segments(folder, manifest, threads);
+    return open_graphs(folder, manifest, threads, options.low_memory);
+}
+
+SessionPair open_segments(const std::filesystem::path& folder, const Manifest& manifest, int threads) {
+    auto pair = new_pair(folder, manifest, threads);
+    std::vector<Ort::SessionOptions> options;
+    for (const auto& segment : manifest.segments) {
+        pair.links.push_back(closed_link(segment.graph, segment.hidden_in, segment.hidden_out));
+        options.push_back(session_options(threads, Spin::during_runs, true));
+    }
+    open_links(pair, folder, std::move(options));
+    for (std::size_t index = 0; index < pair.links.size(); ++index) {
+        const auto& stages = manifest.segments[index].stages;
+        const auto serves = [&](const char* stage) { return std::count(stages.begin(), stages.end(), stage) > 0; };
+        if (serves("prefill")) pair.prefill.push_back(&pair.links[index]);
+        if (serves("decode")) pair.decode.push_back(&pair.links[index]);
+    }
+    check_chains(pair, folder, manifest);
+    pair.can_join = have_same_places(pair.prefill, pair.decode);
+    return pair;
+}
+
+SessionPair open_graphs(const std::filesystem::path& folder, const Manifest& manifest, int threads, bool low_memory) {
+    auto pair = new_pair(folder, manifest, threads);
+    pair.links.push_back(closed_link(manifest.decode_graph));
+    pair.links.push_back(closed_link(manifest.prefill_graph));
+    std::vector<Ort::SessionOptions> options;
     // The fast kernels of quantised weights exist for packed weights alone: a step would take 40 times as long.
-    const bool quantised = manifest.precision.compare(0, 3, "int") == 0;
-    pair.decode = open_session(pair, folder, manifest.decode_graph,
-                               session_options(pair.threads, true, !options.low_memory || quantised));
-    check_graph(pair.decode, manifest, (folder / manifest.decode_graph).string(), true);
-    pair.prefill =
-        open_session(pair, folder, manifest.prefill_graph, session_options(pair.threads, false, !options.low_memory));
-    check_graph(pair.prefill, manifest, (folder / manifest.prefill_graph).string(), false);
-    pair.weights->release_pages();
+    options.push_back(session_options(threads, Spin::always, !low_memory || begins(manifest.precision, "int")));
+    options.push_back(session_options(threads, Spin::never, !low_memory));
+    open_links(pair, folder, std::move(options));
+    pair.decode = {&pair.links[0]};
+    pair.prefill = {&pair.links[1]};
+    check_chains(pair, folder, manifest);
     return pair;
 }
 

@@ -51,7 +51,7 @@ SharedWeights::SharedWeights(const std::filesystem::path& folder, const Manifest
     container_.reset(container);
 }
 
-Ort::Session SharedWeights::open(const Ort::Env& env, const std::string& graph, Ort::SessionOptions& options) {
+void SharedWeights::give(const std::string& graph, Ort::SessionOptions& options) {
     const auto path = folder_ / graph;
     const MappedFile model(path);
     const auto memory = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
@@ -73,7 +73,11 @@ Ort::Session SharedWeights::open(const Ort::Env& env, const std::string& graph, 
                                                    static_cast<ONNXTensorElementDataType>(tensor.data_type)));
         options.AddInitializer(tensor.name.c_str(), values_.back());
     }
-    return {env, path.c_str(), options, container_.get()};
+}
+
+Ort::Session SharedWeights::open(const Ort::Env& env, const std::string& graph,
+                                 const Ort::SessionOptions& options) const {
+    return {env, (folder_ / graph).c_str(), options, container_.get()};
 }
 
 }  // namespace pop::internal

@@ -1,4 +1,4 @@
-// One copy of the weights for both sessions of a bundle.
+// One copy of the weights for all sessions of a bundle.
 #pragma once
 
 #include <filesystem>
@@ -29,17 +29,22 @@ private:
     std::size_t size_ = 0;
 };
 
-// Gives the weights in the mapped file to sessions, and keeps what they pack them into, so that a weight which both
+// Gives the weights in the mapped file to sessions, and keeps what they pack them into, so that a weight which several
 // graphs use is packed once. Has to outlive the sessions.
 class SharedWeights {
 public:
     // Throws ModelError: the weights file is missing.
     SharedWeights(const std::filesystem::path& folder, const Manifest& manifest);
 
-    // Returns a session for the graph, which takes the weights from here.
+    // Lets the session of a graph take its weights from here.
     //
-    // Throws ModelError: the graph's external data is not in the weights file. Throws Ort::Exception.
-    Ort::Session open(const Ort::Env& env, const std::string& graph, Ort::SessionOptions& options);
+    // Throws ModelError: the graph's external data is not in the weights file.
+    void give(const std::string& graph, Ort::SessionOptions& options);
+
+    // Returns a session for a graph whose weights were given to `options`. From any number of threads.
+    //
+    // Throws Ort::Exception.
+    Ort::Session open(const Ort::Env& env, const std::string& graph, const Ort::SessionOptions& options) const;
 
     // Gives back the pages that packing has read. What is used as it lies in the file comes back when it is used.
     void release_pages() const noexcept { file_.release_pages(); }

@@ -60,7 +60,8 @@ Parsed parse_arguments(int argc, char** argv) {
     app.add_option("--ep", arguments.load.ep, "execution provider: cpu; others are refused (default cpu)")
         ->type_name("EP");
     app.add_option("--device", arguments.load.device, "which device of it (default 0)");
-    app.add_flag("--low-memory", arguments.load.low_memory, "leave the weights as they lie in the file");
+    app.add_flag("--low-memory", arguments.load.low_memory,
+                 "leave weights that are not quantised as they lie in the file");
     app.add_flag("--stats", arguments.stats, "print speed and the settings in force on stderr");
     auto* json = app.add_flag("--json", arguments.json, "print one JSON object instead of text");
     logprobs->needs(json);

@@ -1,4 +1,5 @@
-// The tiny bundle that the tests run on: 3 layers, 300 tokens, 64 positions, sink 0, boundary 1, end token 257.
+// The tiny bundle that the tests run on: 3 layers, of which prefill skips the last two, each a segment; 300 tokens, 64
+// positions, sink 0, boundary 1, end token 257.
 #pragma once
 
 #include <filesystem>

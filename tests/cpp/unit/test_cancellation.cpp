@@ -67,7 +67,10 @@ TEST_CASE("cancelled while its turn is read, a conversation is what it was and t
 TEST_CASE("a turn that is cancelled half way is read again in full") {
     GenerateOptions options;
     options.max_new_tokens = 1;
-    options.prefill_chunk_tokens = 1;  // many runs, so that some of them are cancelled in between
+    options.sink_tokens = 2;
+    options.boundary_tokens = 3;
+    SUBCASE("of many chunks") { options.prefill_chunk_tokens = 1; }
+    SUBCASE("of chunks with tokens of both stages") { options.prefill_chunk_tokens = 24; }
     const auto whole = bundle().generate(some_ids(50), options).token_ids;
     for (int round = 0; round < 30; ++round) {
         auto conversation = bundle().conversation();

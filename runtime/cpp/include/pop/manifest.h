@@ -32,8 +32,7 @@ struct Windows {
     std::int64_t boundary_tokens = 1;  // at least 1: the last prompt token predicts the first new one
 };
 
-// A part of one or both graphs as a graph of its own, over the same weights. For loaders that cannot share what ONNX
-// Runtime packs; this one can, and runs the whole graphs.
+// A part of one or both graphs as a graph of its own, over the same weights.
 struct Segment {
     std::string graph;                // file name
     std::vector<std::string> stages;  // "prefill", "decode" or both
