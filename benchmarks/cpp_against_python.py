@@ -3,9 +3,9 @@
     make test-cpp
     python benchmarks/cpp_against_python.py BUNDLE [--build build/cpp] [--rounds 3] [--threads 1]
 
-Both take the same measures (session_memory.py and session_memory.cpp), in turn, each time in a new process; the figures
-are minima over the rounds. Times are CPU times of the process: on a busy machine they repeat where wall times do not.
-A step is one token through the decode graph, its logits included, after 512 tokens.
+Both take the same measures of the same cases (session_memory.py and session_memory.cpp), in turn, each time in a new
+process; the figures are minima over the rounds. Times are CPU times of the process: on a busy machine they repeat where
+wall times do not. A turn has the bundle's windows; a step is one token, its logits included, after 512 tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ import sys
 from pathlib import Path
 
 BESIDE = Path(__file__).parent / "session_memory.py"
+ALONE = "decode graph alone"
+CASES = ("segments", "two graphs", ALONE)
 COLUMNS = {
-    "mb": "both graphs MB",
+    "mb": "MB",
     "prefill": "prefill 512 ms",
     "full": "full prefill 512 ms",
+    "turn_128": "turn of 128 ms",
+    "turn_1024": "turn of 1024 ms",
     "step": "decode ms/token",
 }
 
@@ -34,24 +38,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     bundle, threads = str(arguments.bundle), str(arguments.threads)
-    python = [sys.executable, str(BESIDE), bundle, "--threads", threads, "--case"]
-    commands = {
-        "C++": [str(arguments.build / "tests" / "session_memory"), bundle, threads],
-        "Python, two graphs": [*python, "two graphs"],
-    }
-    least: dict[str, dict[str, float]] = {name: {} for name in commands}
+    program = str(arguments.build / "tests" / "session_memory")
+    commands = {}
+    for case in CASES:
+        commands["C++", case] = [program, bundle, case, threads]
+        commands["Python", case] = [sys.executable, str(BESIDE), bundle, "--threads", threads, "--case", case]
+    least: dict[tuple[str, str], dict[str, float]] = {name: {} for name in commands}
     for _ in range(arguments.rounds):
         for name, command in commands.items():
             found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             least[name] = {key: min(value, least[name].get(key, value)) for key, value in found.items()}
-    mine, theirs = least.values()
-    print("| | " + " | ".join(COLUMNS.values()) + " |")
-    print("|---" * (1 + len(COLUMNS)) + "|")
-    for name, row in least.items():
-        print(f"| {name} | " + " | ".join(f"{row[key]:.4g}" for key in COLUMNS) + " |")
-    print("| C++ / Python | " + " | ".join(f"{mine[key] / theirs[key]:.3f}" for key in COLUMNS) + " |")
-    print(f"\nC++, both graphs / decode graph alone: {mine['mb']:.0f} / {mine['one_mb']:.0f} MB", end=" ")
-    print(f"= {mine['mb'] / mine['one_mb']:.3f}")
+    print("| | MB / one | " + " | ".join(COLUMNS.values()) + " |")
+    print("|---" * (2 + len(COLUMNS)) + "|")
+    for case in CASES:
+        mine, theirs = least["C++", case], least["Python", case]
+        for language, row in (("C++", mine), ("Python", theirs)):
+            over_one = row["mb"] / least[language, ALONE]["mb"]
+            print(f"| {language}, {case} | {over_one:.3f} | " + " | ".join(f"{row[key]:.4g}" for key in COLUMNS) + " |")
+        print("| C++ / Python | | " + " | ".join(f"{mine[key] / theirs[key]:.3f}" for key in COLUMNS) + " |")
 
 
 if __name__ == "__main__":

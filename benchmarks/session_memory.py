@@ -3,8 +3,8 @@
     python benchmarks/session_memory.py BUNDLE [--threads 1]
 
 Each case runs in a process of its own. Memory is Pss after a prefill of 128 tokens and a step, so that pages of the
-weights file which several sessions map count once. Times are CPU times of the process, minima over rounds: on a busy
-machine they repeat where wall times do not.
+weights file which several sessions map count once. A turn has the bundle's windows. Times are CPU times of the process,
+minima over rounds: on a busy machine they repeat where wall times do not.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pop_runtime import sessions
-from pop_runtime.kv_cache import allocate_cache
+from pop_runtime.kv_cache import KvCache, allocate_cache
 from pop_runtime.manifest import Manifest, read_manifest
 from pop_runtime.memory import proportional_bytes
 from pop_runtime.sequence import Sequence
 
 ROUNDS = 3
 PREFILL_TOKENS = 512
+TURN_TOKENS = (128, 1024)
 
 
 def decode_alone(folder: Path, manifest: Manifest, threads: int) -> sessions.SessionPair:
@@ -56,14 +58,16 @@ def main() -> None:
     if arguments.case:
         print(json.dumps(measure(arguments.bundle, arguments.case, arguments.threads)))
         return
-    print("| sessions | MB | over one | load ms | prefill ms | full prefill ms | step ms |")
-    print("|---" * 7 + "|")
+    names = ["load", "prefill", "full", "step", *(f"turn_{count}" for count in TURN_TOKENS)]
+    titles = ["load", "prefill", "full prefill", "step", *(f"turn of {count}" for count in TURN_TOKENS)]
+    print("| sessions | MB | over one | " + " | ".join(f"{title} ms" for title in titles) + " |")
+    print("|---" * (3 + len(titles)) + "|")
     one = None
     for case in CASES:
         command = [sys.executable, __file__, str(arguments.bundle), "--threads", str(arguments.threads), "--case", case]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         one = one or found["mb"]
-        numbers = (found["mb"], found["mb"] / one, *(found[key] for key in ("load", "prefill", "full", "step")))
+        numbers = (found["mb"], found["mb"] / one, *(found[name] for name in names))
         print(f"| {case} | " + " | ".join(f"{number:.4g}" for number in numbers) + " |", flush=True)
 
 
@@ -84,7 +88,15 @@ def measure(folder: Path, case: str, threads: int) -> dict[str, float]:
     sequence = Sequence(pair, cache)
     sequence.feed(ids, "prefill")
     found["step"] = min(_cpu_ms(lambda: sequence.feed([5], "decode")) for _ in range(16))
+    longer = allocate_cache(manifest, 1, max(TURN_TOKENS))
+    for count in TURN_TOKENS:
+        turn = partial(_read_turn, pair, longer, count)
+        found[f"turn_{count}"] = min(_cpu_ms(turn) for _ in range(ROUNDS))
     return found
+
+
+def _read_turn(pair: sessions.SessionPair, cache: KvCache, num_tokens: int) -> None:
+    Sequence(pair, cache).append([5] * num_tokens)
 
 
 def _cpu_ms(action: Callable[[], object]) -> float:
