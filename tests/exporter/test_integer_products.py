@@ -154,7 +154,8 @@ def test_both_graphs_multiply_by_the_same_bytes_and_are_proven_apart_from_roundi
     places = {}
     for name in (bundle.manifest.decode_graph, bundle.manifest.prefill_graph):
         model = onnx.load(bundle.folder / name, load_external_data=False)
-        assert not {"MatMul", "DynamicQuantizeMatMul"} & {node.op_type for node in model.graph.node}
+        products = [node for node in model.graph.node if node.op_type in ("MatMul", "DynamicQuantizeMatMul")]
+        assert all(node.input[1].endswith(".loud") for node in products)  # the head's few channels in fp32
         places[name] = {
             tensor.name: {entry.key: entry.value for entry in tensor.external_data}["offset"]
             for tensor in model.graph.initializer
