@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pop_runtime
-from pop_runtime import kv_cache, open_provider
+from pop_runtime import kv_cache, open_provider, sessions
 from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import KvLayer, read_manifest
@@ -230,3 +230,11 @@ def test_public_names_resolve_and_others_do_not() -> None:
     )
     with pytest.raises(AttributeError, match="no attribute 'run'"):
         pop_runtime.run  # noqa: B018
+
+
+def test_a_process_that_has_a_memory_pool_keeps_it(bundle: Path) -> None:
+    """ONNX Runtime refuses a second one."""
+    for _ in range(2):
+        sessions._share_memory_pool.cache_clear()
+        pair = open_pair(bundle, read_manifest(bundle), 1)
+    assert pair.prefill.get_inputs()
