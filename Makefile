@@ -31,15 +31,16 @@ real: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "real and not cpp and not slow"
 
 # The common families, one to a core; then large synthetic models, kills, memory: alone on the machine.
-SLOW := $(BIN)/python -m pytest -q -m "slow and not cpp and not real"
+SLOW := $(BIN)/python -m pytest -q -m "slow and not sweep and not cpp and not real"
 slow: $(INSTALLED)
 	$(SLOW) -n 2 tests/exporter/families
 	$(SLOW) --ignore tests/exporter/families
 
-# Every proven family in dialect `standard` and in onnxruntime-genai, then the real models in every precision: an hour.
+# Every proven family in dialect `standard` and in onnxruntime-genai, then a checkpoint of 3 GB and the real models in
+# every precision: an hour.
 sweep: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "sweep and not cpp" tests/exporter/families
-	$(BIN)/python -m pytest -q -m "slow and real and not cpp"
+	$(BIN)/python -m pytest -q -m "(sweep or slow and real) and not cpp" --ignore tests/exporter/families
 
 # The C++ runtime: $(CPP_BUILD)/pop_run and the library. Needs a C++17 compiler and apt; all else is fetched into $(CPP_BUILD)/deps.
 CPP_INSTALLED := $(VENV)/.installed-cpp
