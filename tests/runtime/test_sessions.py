@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,9 +234,15 @@ def test_public_names_resolve_and_others_do_not() -> None:
         pop_runtime.run  # noqa: B018
 
 
-def test_a_process_that_has_a_memory_pool_keeps_it(bundle: Path) -> None:
-    """ONNX Runtime refuses a second one."""
-    for _ in range(2):
-        sessions._share_memory_pool.cache_clear()
-        pair = open_pair(bundle, read_manifest(bundle), 1)
-    assert pair.prefill.get_inputs()
+def test_threads_that_open_sessions_register_one_memory_pool(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def register(*arguments: object) -> None:
+        time.sleep(0.05)
+        calls.append(arguments)
+
+    sessions._share_memory_pool.cache_clear()
+    monkeypatch.setattr(sessions.onnxruntime, "create_and_register_allocator", register)
+    with ThreadPoolExecutor(4) as pool:
+        pairs = list(pool.map(lambda _: open_pair(bundle, read_manifest(bundle), 1), range(4)))
+    assert len(calls) == 1 and len(pairs) == 4

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from pop_runtime.chain import ChainedSession, Link
 from pop_runtime.device_weights import upload_shared
@@ -241,21 +242,26 @@ def session_options(threads: int, entries: Mapping[str, str]) -> onnxruntime.Ses
     options.intra_op_num_threads = threads  # if left to ORT it pins threads, even to cores it may not use
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # kept per input shape, but the mask is longer at every step: never used again
-    _share_memory_pool()
+    with _pool_lock:
+        _share_memory_pool()
     options.add_session_config_entry("session.use_env_allocators", "1")
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
     return options
 
 
+_pool_lock = Lock()  # sessions are opened by several threads at once
+
+
 @cache
 def _share_memory_pool() -> None:
     """Let sessions of this library take what a run needs in between from one pool, and not each from one of its own.
 
-    SmolLM2 in int8-dynamic: segments take 1.07 times the memory of one graph, not 1.22 times.
+    Once in a process: a second registration would replace the pool under sessions that are being opened. SmolLM2 in
+    int8-dynamic: segments take 1.07 times the memory of one graph, not 1.22 times.
     """
     arena, default = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    with suppress(Exception):  # the process has a pool already: sessions use that
+    with suppress(Exception):  # refused: sessions have pools of their own
         onnxruntime.create_and_register_allocator(
             onnxruntime.OrtMemoryInfo("Cpu", arena, 0, default), onnxruntime.OrtArenaCfg(0, -1, -1, -1)
         )
