@@ -64,7 +64,7 @@ int main(int argc, char** argv) try {
     const auto manifest = read_manifest(folder);
     const Ort::RunOptions options;
     const std::vector<std::int64_t> ids(1024, 5);
-    const auto env = make_env();  // what ONNX Runtime takes for itself counts for nobody
+    environment();  // what ONNX Runtime takes for itself counts for nobody
     const auto before = pss_mb();
     const auto started = std::chrono::steady_clock::now();
     const auto pair = open_case(argv[2], folder, manifest, argc < 4 ? 1 : std::stoi(argv[3]));

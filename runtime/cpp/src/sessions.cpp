@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <future>
-#include <mutex>
 #include <thread>
 
 #include "graph_check.h"
@@ -43,7 +42,7 @@ Ort::SessionOptions session_options(int threads, Spin spin, bool packed) {
 bool begins(const std::string& text, const char* with) { return text.rfind(with, 0) == 0; }
 
 SessionPair new_pair(const std::filesystem::path& folder, const Manifest& manifest, int threads) {
-    return {make_env(), std::make_unique<SharedWeights>(folder, manifest), threads, {}, {}, {}, false};
+    return {std::make_unique<SharedWeights>(folder, manifest), threads, {}, {}, {}, false};
 }
 
 // Returns a link whose session is still to be opened.
@@ -72,7 +71,7 @@ void open_links(SessionPair& pair, const std::filesystem::path& folder, std::vec
         for (auto index = num_begun++; index < pair.links.size(); index = num_begun++) {
             auto& link = pair.links[index];
             try {
-                link.session = pair.weights->open(pair.env, link.graph, options[index]);
+                link.session = pair.weights->open(environment(), link.graph, options[index]);
             } catch (const Ort::Exception& error) {
                 throw backend_error(link.graph, "a graph that ONNX Runtime loads", error);
             }
@@ -100,17 +99,20 @@ BackendError backend_error(const std::string& place, const std::string& expected
     return BackendError(message(place, expected, one_line(error.what(), 400), next));
 }
 
-Ort::Env make_env() {
-    static std::mutex mutex;
-    const std::lock_guard lock(mutex);
-    Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "pop");
-    const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
-    try {
-        env.CreateAndRegisterAllocator(memory, Ort::ArenaCfg(0, -1, -1, -1));  // the defaults
-    } catch (const Ort::Exception&) {
-        // The environment is the same for all models of the process, and has a pool already.
-    }
-    return env;
+const Ort::Env& environment() {
+    // Made once and never let go: to register a pool again replaces the one there is, under sessions that are being
+    // opened in other threads (ONNX Runtime 1.32).
+    static const auto* const env = [] {
+        auto* made = new Ort::Env(ORT_LOGGING_LEVEL_ERROR, "pop");
+        const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
+        try {
+            made->CreateAndRegisterAllocator(memory, Ort::ArenaCfg(0, -1, -1, -1));  // the defaults
+        } catch (const Ort::Exception&) {
+            // The environment is the same for all code of the process, and has a pool already.
+        }
+        return made;
+    }();
+    return *env;
 }
 
 int visible_cores() {

@@ -13,7 +13,6 @@ namespace pop::internal {
 
 // Both graphs of a bundle, loaded. May be used from several threads at once.
 struct SessionPair {
-    Ort::Env env;
     std::unique_ptr<SharedWeights> weights;  // outlives the sessions
     int threads = 0;
     std::vector<Link> links;  // of both stages; stay where they are, for the chains point to them
@@ -37,8 +36,7 @@ SessionPair open_segments(const std::filesystem::path& folder, const Manifest& m
 SessionPair open_graphs(const std::filesystem::path& folder, const Manifest& manifest, int threads, bool low_memory);
 
 // Returns the process's environment of ONNX Runtime, with one pool of memory for the sessions of this library: what a
-// run needs in between is then there once, not once for each session (SmolLM2 in int4: two whole graphs take 1.06 times
-// the memory of one, not 1.10 times).
-Ort::Env make_env();
+// run needs in between is then there once, not once for each session. It is never let go.
+const Ort::Env& environment();
 
 }  // namespace pop::internal
