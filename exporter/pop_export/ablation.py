@@ -16,8 +16,8 @@ BOUNDARIES = (16, 64, 128)  # tokens at the end of a prompt, compared beside the
 def ablation_summary(lab: PlanLab, fitted: PrefillFit) -> dict[str, Any]:
     """Return `ablation` of report.json: the damage of the chosen layers with parts of the method left out.
 
-    All rows are measured on the text of trials, a part of what `quality` is measured on; nothing is fitted anew. Fits
-    are made for their sink, so it stays in every row that has them.
+    All rows are measured on the text that `quality` is measured on; nothing is fitted anew. Fits are made for their
+    sink, so it stays in every row that has them.
     """
     plan, windows = fitted.plan, lab.settings.protocol.windows
     if not plan.skipped_layers:
@@ -37,7 +37,7 @@ def ablation_summary(lab: PlanLab, fitted: PrefillFit) -> dict[str, Any]:
 
 
 def _figures(lab: PlanLab, plan: PrefillPlan, windows: Windows) -> dict[str, Any]:
-    damage = lab.compare(plan, windows)
+    damage = lab.meter.measure(plan, windows)["all"]
     return {
         **dataclasses.asdict(windows),
         "kl_mean_nats": damage.kl_mean_nats,

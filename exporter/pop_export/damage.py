@@ -80,9 +80,11 @@ class DamageMeter:
         damage = {source: _damage(parts) for source, parts in found.items()}
         return {"all": _damage([part for parts in found.values() for part in parts]), **damage}
 
-    def kl(self, plan: PrefillPlan) -> float:
-        """Return the mean KL divergence over all texts, in nats per token."""
-        return self.measure(plan)["all"].kl_mean_nats
+    @torch.no_grad()
+    def kl_by_window(self, plan: PrefillPlan) -> np.ndarray:
+        """Return the mean KL divergence over each window of text, in nats per token: [W]."""
+        divergences = [run.compare(plan, self.protocol.windows)[0] for _, run in self._batches]
+        return np.concatenate(divergences).reshape(-1, self.protocol.continuation_tokens).mean(1)
 
 
 def _damage(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Damage:

@@ -184,9 +184,9 @@ def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer,
 
 def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, refit_seconds: float) -> dict[str, Any]:
     """Return what report.json says of the fits and of the damage they leave."""
-    damage = lab.measure(fitted)
-    chosen = lab.point(fitted, damage["all"].kl_mean_nats)
-    quality = quality_summary(lab.settings.protocol, damage, choice.curve, chosen, len(choice.order))
+    damage = lab.meter.measure(fitted.plan)
+    predicted = lab.predicted_speedup(fitted.plan)
+    quality = quality_summary(lab.settings.protocol, damage, choice.curve, predicted, len(choice.order))
     full, pruned = prompt_work(lab.costs, fitted.plan.skipped_layers, fitted.plan.surrogates)
     work = {"full": dataclasses.asdict(full), "pruned": dataclasses.asdict(pruned)}
     ablation = ablation_summary(lab, fitted)

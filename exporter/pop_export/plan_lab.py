@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from pop_export.cost import LayerCost, layer_costs, predicted_speedup
-from pop_export.damage import Damage, DamageMeter, Protocol
+from pop_export.damage import DamageMeter, Protocol
 from pop_export.full_pass import AnyPass, FullPass, JoinedPass
 from pop_export.layer_stack import LayerStack
 from pop_export.projections import find_kv_projections
 from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
-from pop_runtime.manifest import KvLayer, Windows
+from pop_runtime.manifest import KvLayer
 
 TRIAL_SHARE = 6  # plans are compared after fitting them on every sixth window
 JUDGING_SHARE = 2  # and judging the fits on every second one
-TRIAL_WINDOWS = 2  # of each source, to measure them on
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Point:
     surrogate_layers: tuple[int, ...]
     kl_mean_nats: float
     predicted_speedup: float
+    kl_by_window_nats: tuple[float, ...] = ()  # mean of each window of text that it was measured on
 
 
 @dataclass
@@ -68,8 +67,7 @@ class PlanLab:
         self.projections = find_kv_projections(self.model)
         self.costs: tuple[LayerCost, ...] = layer_costs(self.model, self.projections, self.kv_layers)
         self._modules = modules_by_layer(self.projections)
-        few = {source: windows[:TRIAL_WINDOWS] for source, windows in self.held_out.items()}
-        self._trial_meter = DamageMeter(self.stack, few, self.settings.protocol)
+        self.meter = DamageMeter(self.stack, self.held_out, self.settings.protocol)
         self._trial_judging = FullPass(self.stack, self.judging[::JUDGING_SHARE], self._modules, keep=True)
         self._trial = FullPass(self.stack, self.fitting[::TRIAL_SHARE], self._modules, keep=True)
 
@@ -80,31 +78,24 @@ class PlanLab:
         return self._fit(text, judging, skipped)
 
     def try_plan(self, skipped: Collection[int]) -> Point:
-        """Return the plan's damage, fitted and measured on a part of the text only, and its predicted speedup."""
+        """Return the plan's damage, fitted on a part of the text only, and its predicted speedup."""
         key = frozenset(skipped)
         if key not in self._points:
             fitted = self._fit(self._trial, self._trial_judging, skipped)
-            self._points[key] = self.point(fitted, self._trial_meter.kl(fitted.plan))
+            kl = self.meter.kl_by_window(fitted.plan)
+            self._points[key] = Point(
+                tuple(sorted(key)),
+                tuple(sorted(fitted.plan.surrogates)),
+                float(kl.mean()),
+                self.predicted_speedup(fitted.plan),
+                tuple(kl.tolist()),
+            )
         return self._points[key]
 
-    def point(self, fitted: PrefillFit, kl_mean_nats: float) -> Point:
-        """Return a fitted plan with its damage as a point of the curve."""
-        skipped, surrogates = sorted(fitted.plan.skipped_layers), sorted(fitted.plan.surrogates)
-        speedup = predicted_speedup(self.costs, skipped, surrogates, self.settings.protocol.windows)
-        return Point(tuple(skipped), tuple(surrogates), kl_mean_nats, speedup)
-
-    def compare(self, plan: PrefillPlan, windows: Windows) -> Damage:
-        """Return a plan's damage under windows of its own, of no larger sink, on the text of trials."""
-        return self._trial_meter.measure(plan, windows)["all"]
-
-    def measure(self, fitted: PrefillFit) -> dict[str, Damage]:
-        """Return the damage of a fitted plan by source of text, and over "all"."""
-        return self.meter.measure(fitted.plan)
-
-    @cached_property
-    def meter(self) -> DamageMeter:
-        """Return the meter on all text kept aside; trials have a smaller one."""
-        return DamageMeter(self.stack, self.held_out, self.settings.protocol)
+    def predicted_speedup(self, plan: PrefillPlan) -> float:
+        """Return the full model's work on a prompt over that of a turn with this plan."""
+        windows = self.settings.protocol.windows
+        return predicted_speedup(self.costs, plan.skipped_layers, plan.surrogates, windows)
 
     def _beside(self, trial: FullPass, windows: Sequence[np.ndarray], share: int) -> JoinedPass:
         """Return the pass over all windows, of which `trial` has every `share`-th."""

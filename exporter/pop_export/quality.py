@@ -42,13 +42,13 @@ def fit_summary(fitted: PrefillFit, text: str, seconds: float) -> dict[str, Any]
 
 
 def quality_summary(
-    protocol: Protocol, damage: dict[str, Damage], curve: tuple[Point, ...], chosen: Point, num_layers: int
+    protocol: Protocol, damage: dict[str, Damage], curve: tuple[Point, ...], predicted_speedup: float, num_layers: int
 ) -> dict[str, Any]:
-    """Return `quality` of report.json: damage of the chosen plan on text kept aside, and of other ratios."""
+    """Return `quality` of report.json: damage and predicted speedup of the chosen plan, and of other ratios."""
     per_source = {source: _damage(value) for source, value in damage.items() if source != "all"}
     return {
         "protocol": dataclasses.asdict(protocol),
-        "chosen": {**_damage(damage["all"]), "predicted_speedup": chosen.predicted_speedup, "per_source": per_source},
+        "chosen": {**_damage(damage["all"]), "predicted_speedup": predicted_speedup, "per_source": per_source},
         "curve": [{"ratio": len(point.skipped_layers) / num_layers, **dataclasses.asdict(point)} for point in curve],
     }
 

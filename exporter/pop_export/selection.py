@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pop_export.config import ExportConfig
 from pop_export.layer_plan import layer_order, num_skipped_at, parse_layers
 from pop_export.plan_lab import PlanLab, Point
@@ -70,13 +72,14 @@ def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float])
     return Choice(tuple(sorted(order[:num_skipped])), "search" if config.searches else "gates", order, curve)
 
 
-def price(point: Point) -> float:
-    """Return the damage of a plan for each unit of the prompt's time that it saves.
+def price(point: Point) -> np.ndarray:
+    """Return the damage of a plan for each unit of the prompt's time that it saves, on each window of text: [W].
 
     So a plan that is a little better and much slower, because of its surrogates, does not win.
     """
     saved = 1 - 1 / point.predicted_speedup
-    return point.kl_mean_nats / saved if saved > 0 else math.inf
+    damage = np.asarray(point.kl_by_window_nats)
+    return damage / saved if saved > 0 else np.full_like(damage, math.inf)
 
 
 def most_within(point: Callable[[int], Point], most: int, max_kl: float) -> int:

@@ -45,13 +45,15 @@ def test_damage_equals_that_of_the_plain_twin(family, windows):
         assert found[source].kl_mean_nats == pytest.approx(kl.mean(), rel=1e-3)
         assert found[source].kl_p95_nats == pytest.approx(np.quantile(kl, 0.95), rel=1e-3)
         assert (found[source].top1_agreement, found[source].num_positions) == (same.mean(), len(kl))
+    by_window = meter(model, windows).kl_by_window(plan)
+    assert (by_window[:2].mean(), by_window[2]) == pytest.approx([found[name].kl_mean_nats for name in ("a", "b")])
     assert found["all"].kl_mean_nats == pytest.approx((2 * found["a"].kl_mean_nats + found["b"].kl_mean_nats) / 3)
 
 
 def test_skipping_nothing_or_only_the_last_layer_does_no_damage():
     measure = meter(tiny_model())
-    assert measure.kl(PrefillPlan(frozenset())) == 0
-    assert measure.kl(PrefillPlan(frozenset({4}))) < 1e-9
+    assert measure.kl_by_window(PrefillPlan(frozenset())).mean() == 0
+    assert measure.kl_by_window(PrefillPlan(frozenset({4}))).max() < 1e-9
 
 
 @pytest.mark.parametrize("windows", [Windows(CONTEXT, 1), Windows(0, CONTEXT), Windows(20, 15), Windows(500, 500)])
@@ -62,7 +64,8 @@ def test_windows_that_cover_the_prompt_leave_no_damage(windows):
 
 def test_windows_help():
     model, plan = tiny_model(), PrefillPlan(frozenset({1, 3}))
-    assert meter(model, Windows(4, 16)).kl(plan) < meter(model).kl(plan)
+    windowed, bare = (meter(model, windows).kl_by_window(plan) for windows in (Windows(4, 16), None))
+    assert windowed.shape == (3,) and windowed.mean() < bare.mean()
 
 
 def test_measuring_leaves_the_model_as_it_was():
