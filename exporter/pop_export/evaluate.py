@@ -17,7 +17,7 @@ from pop_export.progress import progress
 from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Windows
 from pop_runtime.model import Model
-from pop_runtime.sequence import Prefill, check_windows
+from pop_runtime.sequence import Prefill, windows_in_force
 
 DEFAULT_RETRIEVAL_TOKENS = 512
 
@@ -86,7 +86,7 @@ def evaluate(model: Model, documents: Sequence[Document], config: EvalConfig, fu
         UsageError: a document is too short, or the windows do not fit the model's positions.
         BackendError: a session fails or gives no numbers.
     """
-    windows = chosen_windows(model, config)
+    windows = windows_in_force(model.manifest, config.sink_tokens, config.boundary_tokens, config.prefill)
     _check_positions(model, config)
     length = config.context + config.continuation
     cut = [cut_windows(document, length, config.windows, config.seed) for document in documents]
@@ -108,21 +108,6 @@ def evaluate(model: Model, documents: Sequence[Document], config: EvalConfig, fu
         retrieval = summarise_tasks(tasks, of_full, of_pruned, "raw" if model.chat_template is None else "chat")
     files = {document.name: summarise(of_file) for document, of_file in zip(documents, of_files, strict=True)}
     return Evaluation(summarise(scores), files, retrieval, num_pruned, windows)
-
-
-def chosen_windows(model: Model, config: EvalConfig) -> Windows:
-    """Return sink and boundary in force.
-
-    Raises:
-        UsageError: one is out of range.
-    """
-    own = model.manifest.windows
-    windows = Windows(
-        own.sink_tokens if config.sink_tokens is None else config.sink_tokens,
-        own.boundary_tokens if config.boundary_tokens is None else config.boundary_tokens,
-    )
-    check_windows(windows, model.manifest, config.prefill)
-    return windows
 
 
 def _check_positions(model: Model, config: EvalConfig) -> None:

@@ -104,6 +104,8 @@ def test_a_peer_takes_turns_in_a_process_of_its_own(bundle, tmp_path):
         (["--prompt-lengths", "61", "--new-tokens", "4"], "--prompt-lengths: expected at most 60 tokens"),
         (["--repeat", "0"], "--repeat: expected at least 1, found 0"),
         (["--prefill", "half"], "prefill: expected 'pop' or 'full', found 'half'"),
+        (["--boundary-tokens", "0"], "boundary_tokens: expected at least 1"),
+        (["--sink-tokens", "-1"], "sink_tokens: expected at least 0"),
         (["--ep", "npu"], "--ep: expected one of cpu, cuda"),
         (["--ep", "cpu", "--device", "1"], "--device: expected 0, found 1"),
         (["--ep", "tensorrt"], "--ep tensorrt: expected a bundle of dialect standard, found ort"),
@@ -146,7 +148,8 @@ def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkey
 
 def test_an_engine_that_does_not_load_ends_in_one_line(tmp_path):
     spec = {"engine": "bundle", "path": str(tmp_path), "threads": 1, "low_memory": False, "graphs": "both",
-            "ep": "cpu", "device": 0, "compiled": False, "clock": "wall"}  # fmt: skip
+            "ep": "cpu", "device": 0, "compiled": False, "clock": "wall", "sink_tokens": None,
+            "boundary_tokens": None}  # fmt: skip
     with pytest.raises(BackendError, match=r"bundle \(.*\): expected an engine that runs, found: .*manifest.json"):
         Worker(spec)
 
@@ -178,6 +181,28 @@ def test_engines_take_turns_and_the_first_round_does_not_count():
     first = figures_of(samples)[0]
     assert (first.label, first.first_ms, first.step_ms) == ("a", Spread(7, 5, 9), Spread(2, 2, 2))
     assert first.tokens_per_second == 500
+
+
+def test_windows_can_be_other_ones_than_the_bundles(bundle):
+    prompt = prompt_of(30, V)
+    tokens = {
+        boundary: timed(BundleEngine(bundle, 1, boundary_tokens=boundary), prompt, 8, "pop", "wall").tokens
+        for boundary in (None, 1, 30)
+    }
+    exact = timed(BundleEngine(bundle, 1), prompt, 8, "full", "wall").tokens
+    assert tokens[30] == exact != tokens[1]
+    assert tokens[None] == tokens[measuring.read_manifest(bundle).windows.boundary_tokens]
+
+
+def test_pruned_against_full_is_the_median_of_the_rounds_own_ratios(bundle):
+    times = {"pop": [10.0, 20.0, 40.0], "full": [20.0, 30.0, 60.0]}
+    samples = [
+        Sample(measuring._line(kind), 8, index, Run(ms, (), (1,)))
+        for kind in times for index, ms in enumerate(times[kind], 1)
+    ]  # fmt: skip
+    settings = Settings(bundle, (8,))
+    (found,) = measuring._ratios(settings, measuring.read_manifest(bundle), samples)
+    assert found == {"num_prompt": 8, "measured": 1.5, "limit": None}  # of 2, 1.5 and 1.5
 
 
 def test_ratios_compare_the_times_of_one_round():
@@ -231,5 +256,5 @@ def test_the_limit_is_read_from_the_report_of_the_bundle(tmp_path, bundle):
     (tmp_path / "report.json").write_text(json.dumps({"work": work}), encoding="utf-8")
     num_full = manifest.windows.sink_tokens + manifest.windows.boundary_tokens
     wanted = 4 * 40 / (4 * num_full + 2 * (40 - num_full))
-    assert measuring._limit(tmp_path, manifest)(40) == pytest.approx(wanted)
-    assert measuring._limit(Path("nowhere"), manifest)(40) is None
+    assert measuring._limit(tmp_path, manifest.windows)(40) == pytest.approx(wanted)
+    assert measuring._limit(Path("nowhere"), manifest.windows)(40) is None

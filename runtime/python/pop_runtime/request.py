@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.sampling import SamplingSettings, settings_in_force
-from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_chunk, check_prefill, check_windows
+from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_chunk, check_prefill, windows_in_force
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -120,9 +120,9 @@ def make_request(
     manifest = defaults.manifest
     asked = _given(options, "max_new_tokens", DEFAULT_NEW_TOKENS)
     _at_least("max_new_tokens", asked, 1)
-    prefill, windows = options.get("prefill", "pop"), _windows(manifest, options)
+    prefill = options.get("prefill", "pop")
     check_prefill(prefill)
-    check_windows(windows, manifest, prefill)
+    windows = windows_in_force(manifest, options.get("sink_tokens"), options.get("boundary_tokens"), prefill)
     chunk_tokens = _given(options, "prefill_chunk_tokens", CHUNK_TOKENS)
     check_chunk(chunk_tokens)
     logprobs = options.get("logprobs")
@@ -169,14 +169,6 @@ def _at_least(name: str, value: object, least: int) -> None:
     """Raise UsageError unless a value is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name}: expected at least {least}, found {value!r}")
-
-
-def _windows(manifest: Manifest, options: Options) -> Windows:
-    """Return the windows in force."""
-    own = manifest.windows
-    return Windows(
-        _given(options, "sink_tokens", own.sink_tokens), _given(options, "boundary_tokens", own.boundary_tokens)
-    )
 
 
 def _stop(defaults: Defaults, options: Options) -> tuple[str, ...]:

@@ -240,6 +240,23 @@ def check_chunk(chunk_tokens: int) -> None:
         raise UsageError(f"prefill_chunk_tokens: expected at least 1, found {chunk_tokens!r}")
 
 
+def windows_in_force(
+    manifest: Manifest, sink_tokens: int | None, boundary_tokens: int | None, prefill: str = "pop"
+) -> Windows:
+    """Return a turn's windows, the bundle's own where None is given.
+
+    Raises:
+        UsageError: as `check_windows`.
+    """
+    own = manifest.windows
+    windows = Windows(
+        own.sink_tokens if sink_tokens is None else sink_tokens,
+        own.boundary_tokens if boundary_tokens is None else boundary_tokens,
+    )
+    check_windows(windows, manifest, prefill)
+    return windows
+
+
 def check_windows(windows: Windows, manifest: Manifest, prefill: str = "pop") -> None:
     """Refuse windows that no turn can have, or that the pruned graph's projections were not fitted for.
 

@@ -19,6 +19,7 @@ examples:
   pop-bench out/smollm2
   pop-bench out/smollm2 --prompt-lengths 512,1024,2048 --new-tokens 64 --repeat 5 --threads 2 --plot first-token.png
   pop-bench out/smollm2 --peers transformers=./hf,onnxruntime-genai=./genai-int4 --json --csv samples.csv
+  pop-bench out/smollm2 --boundary-tokens 16                 fewer tokens at full depth; pop-eval says what it costs
 
 A peer is given with what it loads; the package and, if it has none, the way to make its model are named when they are
 missing. Peers run on the CPU whatever --ep is. That all compute the same model is shown by their greedy answers.
@@ -55,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--clock", choices=("wall", "cpu"), default="wall",
         help="cpu: time of the one thread, for a machine that others use (default wall)")  # fmt: skip
     add("--prefill", metavar="KIND,...", default="pop,full", help="pop, full or both (default %(default)s)")
+    add("--sink-tokens", type=int, metavar="N", help="first tokens read in full (default: the bundle's)")
+    add("--boundary-tokens", type=int, metavar="N", help="last prompt tokens read in full (default: the bundle's)")
     add("--peers", metavar="NAME=PATH,...", default="", help=f"other engines and their models: {', '.join(PEERS)}")
     add("--low-memory", action="store_true", help="as for pop-run")
     add_target_flags(parser)
@@ -82,6 +85,8 @@ def _run(arguments: argparse.Namespace) -> None:
         target=Target(arguments.ep, arguments.device),
         compiled=arguments.engine,
         clock=arguments.clock,
+        sink_tokens=arguments.sink_tokens,
+        boundary_tokens=arguments.boundary_tokens,
     )
     report, samples = measure(settings, lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.csv is not None:

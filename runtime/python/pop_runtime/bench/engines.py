@@ -60,13 +60,16 @@ class BundleEngine:
         ep: execution provider.
         device: number of its device.
         compiled: run what pop-compile made.
+        sink_tokens: first tokens at full depth; None: the bundle's.
+        boundary_tokens: last prompt tokens at full depth; None: the bundle's.
     """
 
     def __init__(
         self, folder: Path, threads: int, low_memory: bool = False, graphs: str = "both", ep: str = "cpu",
-        device: int = 0, compiled: bool = False,
+        device: int = 0, compiled: bool = False, sink_tokens: int | None = None, boundary_tokens: int | None = None,
     ) -> None:  # fmt: skip
         from pop_runtime.model import load
+        from pop_runtime.sequence import windows_in_force
 
         if graphs == "both":
             self._model = load(
@@ -75,11 +78,12 @@ class BundleEngine:
         else:
             self._model = _decode_alone(folder, threads, ep, device, compiled)
         self.nodes_by_provider = self._model.sessions.nodes_by_provider
+        self._windows = windows_in_force(self._model.manifest, sink_tokens, boundary_tokens)
 
     def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
         """Answer a prompt; see `Engine`."""
         sequence = self._model.sequence(len(prompt) + num_new)
-        tokens = [int(sequence.append(prompt, prefill).argmax())]  # type: ignore[arg-type]
+        tokens = [int(sequence.append(prompt, prefill, self._windows).argmax())]  # type: ignore[arg-type]
         tick()
         for _ in range(num_new - 1):
             sequence.accept(tokens[-1])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pop_runtime.bench.agreement import LEAST_TOP1, TEXT, agreement_of, probes_of
@@ -16,12 +17,12 @@ from pop_runtime.bench.engines import Run
 from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.bench.peers import PEERS
 from pop_runtime.bench.processes import Worker
-from pop_runtime.bench.rounds import Figures, Line, Sample, figures_of, prompt_of, ratios_to_peers, run_rounds
+from pop_runtime.bench.rounds import Line, Sample, figures_of, prompt_of, ratios_to_peers, run_rounds
 from pop_runtime.errors import UsageError
-from pop_runtime.manifest import Manifest, read_manifest
+from pop_runtime.manifest import Manifest, Windows, read_manifest
 from pop_runtime.open_provider import require_provider
 from pop_runtime.providers import CPU, Target
-from pop_runtime.sequence import check_prefill
+from pop_runtime.sequence import check_prefill, windows_in_force
 from pop_runtime.sessions import require_dialect, visible_cores
 from pop_runtime.text import encode, open_tokenizer
 
@@ -44,6 +45,8 @@ class Settings:
     target: Target = CPU
     compiled: bool = False  # run what pop-compile made
     clock: str = "wall"  # key of engines.CLOCKS
+    sink_tokens: int | None = None  # None: the bundle's
+    boundary_tokens: int | None = None  # None: the bundle's
 
     def check(self, manifest: Manifest) -> None:
         """Raise UsageError for the first setting that cannot be measured, BackendError without the provider."""
@@ -51,6 +54,7 @@ class Settings:
         require_provider(self.target)
         for kind in self.prefills:
             check_prefill(kind)
+        self.windows(manifest)
         counts = {"--new-tokens": self.num_new, "--repeat": self.num_rounds, "--threads": self.threads}
         for flag, count in (*counts.items(), *(("--prompt-lengths", length) for length in self.prompt_lengths)):
             if count is not None and count < 1:
@@ -65,6 +69,10 @@ class Settings:
         for name, _ in self.peers:
             if name not in PEERS:
                 raise UsageError(f"--peers: expected some of {', '.join(PEERS)}, found {name!r}")
+
+    def windows(self, manifest: Manifest) -> Windows:
+        """Return the windows of every turn; raise UsageError for any that the bundle cannot have."""
+        return windows_in_force(manifest, self.sink_tokens, self.boundary_tokens)
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Sample]]:
@@ -118,7 +126,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
         "precision": manifest.precision,
         "skipped_layers": list(manifest.plan.skipped_layers),
         "num_layers": manifest.plan.num_layers,
-        "windows": dataclasses.asdict(manifest.windows),
+        "windows": dataclasses.asdict(settings.windows(manifest)),
         "threads": threads,
         "clock": settings.clock,
         "num_new_tokens": settings.num_new,
@@ -130,7 +138,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
         "missing": missing,
         "agreement": [dataclasses.asdict(found) for found in agreements],
         "figures": [dataclasses.asdict(figure) for figure in figures],
-        "pruned_against_full": _ratios(settings, manifest, figures),
+        "pruned_against_full": _ratios(settings, manifest, samples),
         "ours_over_peers": [dataclasses.asdict(ratio) for ratio in ratios_to_peers(samples, OURS)],
         "memory": memory,
     }
@@ -156,7 +164,7 @@ def _label(name: str, path: Path | None) -> str:
 def _lines(settings: Settings, threads: int, missing: list[str]) -> tuple[list[Line], dict[str, dict[str, Any]]]:
     """Return the lines to measure and, by worker, what each process loads."""
     bundle = _bundle_spec(settings, threads)
-    lines = [Line(f"pop-export, {kind} prefill", OURS, kind) for kind in settings.prefills]
+    lines = [_line(kind) for kind in settings.prefills]
     specs = {OURS: bundle}
     for name, path in settings.peers:
         label = _label(name, path)
@@ -172,6 +180,7 @@ def _bundle_spec(settings: Settings, threads: int, graphs: str = "both") -> dict
     return {
         "engine": "bundle", "path": str(settings.folder), "threads": threads, "low_memory": settings.low_memory,
         "clock": settings.clock, "graphs": graphs, "compiled": settings.compiled, **dataclasses.asdict(settings.target),
+        "sink_tokens": settings.sink_tokens, "boundary_tokens": settings.boundary_tokens,
     }  # fmt: skip
 
 
@@ -200,20 +209,31 @@ def _memory(settings: Settings, manifest: Manifest, threads: int) -> dict[str, A
     return {**found, "both_over_one": ratio}
 
 
-def _ratios(settings: Settings, manifest: Manifest, figures: list[Figures]) -> list[dict[str, Any]]:
-    """Return full over pruned time to first token by prompt length, and the most that counting work allows."""
-    first = {(figure.label, figure.num_prompt): figure.first_ms.median for figure in figures}
-    limit = _limit(settings.folder, manifest)
+def _ratios(settings: Settings, manifest: Manifest, samples: list[Sample]) -> list[dict[str, Any]]:
+    """Return full over pruned time to first token by prompt length, and the most that counting work allows.
+
+    A ratio is the median of the rounds' own, so that a machine that drifts between rounds does not count.
+    """
+    limit = _limit(settings.folder, settings.windows(manifest))
     found = []
     for length in settings.prompt_lengths if set(settings.prefills) >= {"pop", "full"} else ():
-        measured = first["pop-export, full prefill", length] / first["pop-export, pop prefill", length]
+        pruned, full = (
+            [sample.run.first_ms for sample in samples if (sample.line, sample.num_prompt) == (_line(kind), length)]
+            for kind in ("pop", "full")
+        )
+        measured = median(of_full / of_pruned for of_pruned, of_full in zip(pruned, full, strict=True))
         found.append({"num_prompt": length, "measured": measured, "limit": limit(length)})
     return found
 
 
-def _limit(folder: Path, manifest: Manifest) -> Callable[[int], float | None]:
-    """Return the cost model of the bundle's report.json; a bundle without one has no limit."""
-    path, windows = folder / "report.json", manifest.windows
+def _line(kind: str) -> Line:
+    """Return the bundle's line with prefill of one kind."""
+    return Line(f"pop-export, {kind} prefill", OURS, kind)
+
+
+def _limit(folder: Path, windows: Windows) -> Callable[[int], float | None]:
+    """Return the cost model of the bundle's report.json under some windows; a bundle without one has no limit."""
+    path = folder / "report.json"
     work = json.loads(path.read_text(encoding="utf-8")).get("work") if path.is_file() else None
     if work is None:
         return lambda num_tokens: None
