@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pop_export.block_scales import find_scales, nearest_codes
 
@@ -88,6 +89,11 @@ def stored_scales(scales: NDArray[np.float32]) -> NDArray[np.float16] | NDArray[
     return half if close.all() else scales
 
 
+def as_stored(scales: Tensor) -> Tensor:
+    """Return float32 scales with the values that they will be stored with."""
+    return torch.from_numpy(stored_scales(scales.numpy()).astype(np.float32))
+
+
 def _round_to_nearest(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMatrix:
     K = weight.shape[1]
     blocks = -(-K // scheme.block_size)
@@ -96,7 +102,7 @@ def _round_to_nearest(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedM
     for rows in torch.from_numpy(np.ascontiguousarray(padded)).split(max(1, SEARCHED_AT_ONCE // padded.shape[1])):
         block = rows.reshape(len(rows), blocks, -1)
         scales, zeros = find_scales(block, scheme.bits, scheme.symmetric)
-        scales = torch.from_numpy(stored_scales(scales.numpy()).astype(np.float32))
+        scales = as_stored(scales)
         codes = nearest_codes(block, scales, zeros, scheme.bits).to(torch.uint8)
         parts.append((codes.flatten(1), scales, zeros.to(torch.uint8)))
     return from_codes(scheme, K, *(torch.cat(part).numpy() for part in zip(*parts, strict=True)))

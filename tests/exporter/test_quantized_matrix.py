@@ -98,6 +98,21 @@ def test_gptq_changes_the_product_less_than_rounding_to_nearest(symmetric):
     assert np.abs(_product(found, x_new) - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
+def test_gptq_fitted_to_few_inputs_holds_for_others_of_their_kind(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(80, 80, generator=generator)
+    few, others = (torch.randn(count, 80, generator=generator) @ mixing for count in (100, 2000))
+    weight = torch.from_numpy(_weight())
+
+    def loss() -> float:
+        found = gptq(weight, few.T @ few, Scheme(4, 32, "gptq"))
+        return float(((weight - torch.from_numpy(found.dequantized())) @ others.T).square().mean())
+
+    shrunk = loss()
+    monkeypatch.setattr("pop_export.gptq.SHRINKAGE", 0.0)
+    assert shrunk < 0.95 * loss()
+
+
 def test_gptq_of_an_input_that_is_never_used_is_finite():
     hessian = torch.eye(80)
     hessian[7, 7] = 0
