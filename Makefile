@@ -70,7 +70,8 @@ sanitize-cpp: $(CPP_DEPS) $(INSTALLED)
 	$(CMAKE) -B $(CPP_BUILD)/asan $(WITH_TESTS) -DCMAKE_BUILD_TYPE=Debug -DPOP_SANITIZE=address,undefined
 	$(BIN)/cmake --build $(CPP_BUILD)/asan
 	$(CTEST) $(CPP_BUILD)/asan
-	POP_RUN=$(abspath $(CPP_BUILD))/asan/pop_run $(BIN)/python -m pytest -q -m cpp tests/cpp/test_pop_run.py tests/cpp/test_text.py
+	POP_RUN=$(abspath $(CPP_BUILD))/asan/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow and not sweep and not real" \
+		tests/cpp/test_pop_run.py tests/cpp/test_text.py tests/cpp/test_segments.py
 	$(CMAKE) -B $(CPP_BUILD)/tsan $(WITH_TESTS) -DCMAKE_BUILD_TYPE=Debug -DPOP_SANITIZE=thread -DPOP_BUILD_PROGRAM=OFF
 	$(BIN)/cmake --build $(CPP_BUILD)/tsan
 	$(CTEST) $(CPP_BUILD)/tsan
