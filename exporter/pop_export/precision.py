@@ -94,9 +94,9 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
     """Return how each kind of weight is quantised; None where none is.
 
     int8 is for those who want to see no difference. int4 has zero points, which take a fifth off the squared error, and
-    keeps 8 bits where they bring most: in K and V, in sensitive weights, and in the rows of frequent tokens, which
-    embedding and head share. Fitted and symmetric it has the form that decodes fastest instead: no zero points, Q, K
-    and V alike, so that they are one product, and one head.
+    keeps 8 bits where they bring most: in K and V, in sensitive weights, and in the embedding's rows of frequent
+    tokens. The head is fitted, without zero points: a fifth of a step is spent there. Symmetric int4 has the form that
+    decodes fastest instead: no zero points anywhere, Q, K and V alike, so that they are one product.
     """
     if config.precision not in QUANTIZED:
         return None
@@ -110,6 +110,10 @@ def schemes_for(config: ExportConfig) -> Schemes | None:
         return Schemes(dense, dense, Scheme(8, size, symmetric=dense.symmetric))
     fine = Scheme(FINE_BITS, size)
     dense = Scheme(4, size, method, config.symmetric is True)
-    if dense.symmetric and method == "gptq":
-        return Schemes(dense, fine, dense, key_value=dense, sensitive_share=FITTED_SHARE)
-    return Schemes(dense, fine, SplitScheme(fine, dataclasses.replace(dense, method="rtn")))
+    embedding = SplitScheme(fine, dataclasses.replace(dense, method="rtn"))
+    if method != "gptq":
+        return Schemes(dense, fine, embedding)
+    head = dataclasses.replace(dense, symmetric=True)
+    if dense.symmetric:
+        return Schemes(dense, fine, embedding, head, key_value=dense, sensitive_share=FITTED_SHARE)
+    return Schemes(dense, fine, embedding, head)

@@ -42,7 +42,8 @@ class Schemes:
     dense: Scheme | ChannelScheme
     # what prefill has of its own, re-fitted K and V and surrogates, all that it keeps of a layer; sensitive weights
     fine: Scheme | ChannelScheme
-    embedding: AnyScheme  # the embedding and the head, often one matrix
+    embedding: AnyScheme
+    head: AnyScheme | None = None  # and the embedding where both are one matrix; None: as the embedding
     key_value: Scheme | ChannelScheme | None = None  # of the decode graph's K and V projections; None: `fine`
     sensitive_share: float = SENSITIVE_SHARE  # of the weights that are in `fine` for what hangs on them
 
@@ -95,7 +96,7 @@ def quantize_pair(
         for graph in (decode, prefill):
             multiplied |= balance_inputs(graph, {norm: scales for norm, scales in found.items() if scales is not None})
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    head = model.get_output_embeddings().weight
+    head, of_head = model.get_output_embeddings().weight, schemes.head or schemes.embedding
     key_value = key_value_weights(decode, num_layers_of(model))
     tables = {table.name for node in decode.graph if (table := embedding_table(node)) is not None}
 
@@ -111,7 +112,9 @@ def quantize_pair(
             return schemes.fine
         if name in key_value:
             return schemes.key_value or schemes.fine
-        return schemes.embedding if name in tables or parameters[name] is head else schemes.dense
+        if parameters[name] is head:
+            return of_head
+        return schemes.embedding if name in tables else schemes.dense
 
     matrices: dict[str, StoredMatrix] = {}
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
@@ -123,8 +126,8 @@ def quantize_pair(
         sensitive = sensitive_weights(model, others, schemes.dense, samples, multiplied, schemes.sensitive_share)
     fitted = {name: scheme for name, scheme in dense.items() if scheme.method == "gptq" and name not in sensitive}
     heads = [name for name in parameters if parameters[name] is head]
-    if samples and isinstance(schemes.embedding, Scheme) and schemes.embedding.method == "gptq":
-        fitted_head = _fitted_head(model, schemes.embedding, samples)
+    if samples and isinstance(of_head, Scheme) and of_head.method == "gptq":
+        fitted_head = _fitted_head(model, of_head, samples)
         matrices |= {name: fitted_head for name in heads if name in {*read, *tables}}
     for graph in (decode, prefill):
         quantize_embedding(graph, scheme_of, matrices)
@@ -133,7 +136,7 @@ def quantize_pair(
         multiply_dynamically(graph, scheme_of, matrices)
         quantize_matmuls(graph, scheme_of, matrices)
     loud = next((magnitudes[name] for name in heads if name in magnitudes), None)
-    if loud is not None and isinstance(schemes.embedding, Scheme) and schemes.embedding.bits == 8:
+    if loud is not None and isinstance(of_head, Scheme) and of_head.bits == 8:
         exact_head(decode, loud, matrices)  # what 4 bits cost is a hundred times what rounding the head's input does
     exact_kernels(prefill)  # over many tokens they are not slower: docs/experiments.md
     if not matrices:

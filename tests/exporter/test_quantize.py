@@ -21,6 +21,7 @@ from pop_export.graph.cut import cut_prefill_graph
 from pop_export.quantize import Schemes, key_value_weights, quantize_pair
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.reference import PrefillPlan
+from pop_export.split_matrix import SplitMatrix, SplitScheme
 from pop_export.stored_weights import stored_weights
 from pop_export.verify import TOLERANCE
 from pop_runtime.errors import BackendError, GateError, ModelError, UsageError
@@ -60,6 +61,21 @@ def test_every_matrix_is_quantised_once_and_k_and_v_keep_eight_bits(llama, llama
     for name in set(prefill.graph.initializers) & set(decode.graph.initializers):
         shared = prefill.graph.initializers[name].const_value, decode.graph.initializers[name].const_value
         assert np.shares_memory(*(tensor.numpy() for tensor in shared)) or shared[0].nbytes <= 1024, name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_its_own_scheme_takes_the_embedding_with_it_only_where_both_are_one_matrix(tied):
+    model = tiny_model(transformers.LlamaConfig(**{**TINY, "tie_word_embeddings": tied, "num_hidden_layers": 2}))
+    decode = build_decode_graph(model, kv_layout(model))
+    embedding = SplitScheme(Scheme(8, 32), Scheme(4, 32))
+    schemes = Schemes(Scheme(4, 32, "gptq", False), Scheme(8, 32), embedding, head=Scheme(4, 32, "gptq"))
+    text = [np.arange(40) * 7 % 300]
+    found = quantize_pair(decode, cut_prefill_graph(decode, PrefillPlan(frozenset({1}))), model, schemes, text).matrices
+    assert isinstance(found["lm_head.weight"], QuantizedMatrix) and found["lm_head.weight"].zero_points is None
+    if tied:
+        assert "model.embed_tokens.weight" not in found
+    else:
+        assert isinstance(found["model.embed_tokens.weight"], SplitMatrix)
 
 
 def test_k_and_v_weights_are_found_by_what_the_cache_reads(llama, llama_decode):
@@ -136,9 +152,11 @@ def test_a_prompt_within_the_windows_is_not_damaged_by_pruning(quick_export):
     assert damage["both_kl_nats"] == pytest.approx(damage["quantisation_kl_nats"])
 
 
-@pytest.mark.parametrize(("symmetric", "parts"), [(True, [""]), (None, [".frequent", ".rare"])])
-def test_head_and_embedding_read_the_same_bytes(quick_export, symmetric, parts):
-    bundle = quick_export(prune_layers="1,3", precision="int4", symmetric=symmetric)
+@pytest.mark.parametrize(
+    ("settings", "parts"), [({"symmetric": True}, [""]), ({}, [""]), ({"quantizer": "rtn"}, [".frequent", ".rare"])]
+)
+def test_head_and_embedding_read_the_same_bytes(quick_export, settings, parts):
+    bundle = quick_export(prune_layers="1,3", precision="int4", **settings)
     places = {}
     for graph in ("decode.onnx", "prefill.onnx"):
         model = onnx.load(bundle.folder / graph, load_external_data=False)
