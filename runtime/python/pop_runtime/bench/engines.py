@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +95,7 @@ class BundleEngine:
 
 def _decode_alone(folder: Path, threads: int, ep: str, device: int, compiled: bool) -> Model:
     """Return a bundle of which the decode graph alone is loaded; it stands in for the prefill graph."""
+    from pop_runtime.errors import ModelError
     from pop_runtime.manifest import read_manifest
     from pop_runtime.model import Model
     from pop_runtime.providers import Place, Target
@@ -103,4 +105,7 @@ def _decode_alone(folder: Path, threads: int, ep: str, device: int, compiled: bo
     built = engine_for(folder, manifest, target, compiled, verify=False)
     alone = open_session(folder / manifest.decode_graph, threads, DECODE_ENTRIES, target, manifest, built)
     place = Place(target.provider.memory, device, None if built is None else built.facts.shapes)
-    return Model(folder, manifest, SessionPair(alone, alone, threads, target, place))
+    model = Model(folder, manifest, SessionPair(alone, alone, threads, target, place))
+    with suppress(ModelError):  # `load` reads it too: both have it in memory, or neither
+        _ = model.tokenizer
+    return model
