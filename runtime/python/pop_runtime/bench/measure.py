@@ -17,7 +17,7 @@ from pop_runtime.bench.engines import Run
 from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.bench.peers import PEERS
 from pop_runtime.bench.processes import Worker
-from pop_runtime.bench.rounds import Line, Sample, figures_of, prompt_of, ratios_to_peers, run_rounds
+from pop_runtime.bench.rounds import Line, Sample, figures_of, pairs_of, prompt_of, ratios_to_peers, run_rounds
 from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Manifest, Windows, read_manifest
 from pop_runtime.open_provider import require_provider
@@ -217,11 +217,8 @@ def _ratios(settings: Settings, manifest: Manifest, samples: list[Sample]) -> li
     limit = _limit(settings.folder, settings.windows(manifest))
     found = []
     for length in settings.prompt_lengths if set(settings.prefills) >= {"pop", "full"} else ():
-        pruned, full = (
-            [sample.run.first_ms for sample in samples if (sample.line, sample.num_prompt) == (_line(kind), length)]
-            for kind in ("pop", "full")
-        )
-        measured = median(of_full / of_pruned for of_pruned, of_full in zip(pruned, full, strict=True))
+        pairs = pairs_of(samples, _line("full"), _line("pop"), length)
+        measured = median(full.first_ms / pruned.first_ms for full, pruned in pairs)
         found.append({"num_prompt": length, "measured": measured, "limit": limit(length)})
     return found
 

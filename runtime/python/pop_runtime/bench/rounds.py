@@ -110,6 +110,15 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values))
 
 
+def pairs_of(samples: Sequence[Sample], one: Line, other: Line, num_prompt: int) -> list[tuple[Run, Run]]:
+    """Return what two lines answered to prompts of one length, the runs of one round together."""
+    ones, others = (
+        {sample.round: sample.run for sample in samples if (sample.line, sample.num_prompt) == (line, num_prompt)}
+        for line in (one, other)
+    )
+    return [(run, others[index]) for index, run in sorted(ones.items())]
+
+
 def ratios_to_peers(samples: Sequence[Sample], ours: str) -> list[Ratio]:
     """Return the ratios of each of our lines to each peer; both times of a ratio are from the same round.
 
@@ -117,15 +126,13 @@ def ratios_to_peers(samples: Sequence[Sample], ours: str) -> list[Ratio]:
         samples: of all rounds.
         ours: worker whose lines are ours; theirs are all others.
     """
-    by_place = {(sample.line, sample.num_prompt, sample.round): sample.run for sample in samples}
     lines = list(dict.fromkeys(sample.line for sample in samples))
     lengths = list(dict.fromkeys(sample.num_prompt for sample in samples))
-    rounds = sorted({sample.round for sample in samples})
     found = []
     for line in (line for line in lines if line.worker == ours):
         for peer in (peer for peer in lines if peer.worker != ours):
             for length in lengths:
-                pairs = [(by_place[line, length, index], by_place[peer, length, index]) for index in rounds]
+                pairs = pairs_of(samples, line, peer, length)
                 first = median(our.first_ms / their.first_ms for our, their in pairs)
                 steps = [median(our.step_ms) / median(their.step_ms) for our, their in pairs if our.step_ms]
                 found.append(Ratio(line.label, peer.label, length, first, median(steps) if steps else None))
