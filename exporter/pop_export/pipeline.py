@@ -189,7 +189,7 @@ def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, 
     quality = quality_summary(lab.settings.protocol, damage, choice.curve, predicted, len(choice.order))
     full, pruned = prompt_work(lab.costs, fitted.plan.skipped_layers, fitted.plan.surrogates)
     work = {"full": dataclasses.asdict(full), "pruned": dataclasses.asdict(pruned)}
-    ablation = ablation_summary(lab, fitted)
+    ablation = ablation_summary(lab, fitted, damage["all"])
     return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality, "ablation": ablation, "work": work}
 
 
