@@ -183,7 +183,7 @@ def test_a_model_of_few_positions_is_calibrated_and_verified_within_them(tmp_pat
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_quietly_and_leaves_nothing(llama_folder, tmp_path, sign):
     command = [
-        sys.executable, "-m", "pop_export.cli", "--model", str(llama_folder), "--out", str(tmp_path / "out"),
+        str(Path(sys.executable).with_name("pop-export")), "--model", str(llama_folder), "--out", str(tmp_path / "out"),
         "--calibration-samples", "2000", "--calibration-length", "64", "--threads", "1",
     ]  # fmt: skip
     # a shell starts background jobs with SIGINT ignored, and children inherit it

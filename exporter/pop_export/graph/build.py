@@ -21,6 +21,7 @@ from pop_export.graph.passes.resolve_markers import resolve_markers
 from pop_export.graph.passes.sort_topk import sort_topk
 from pop_export.graph.passes.store_weights_as_read import store_weights_as_read
 from pop_export.graph.trace import trace_decode_graph
+from pop_export.interrupts import held_interrupts
 from pop_export.quiet import deepest_line
 from pop_runtime.errors import ModelError
 from pop_runtime.manifest import KvLayer
@@ -34,7 +35,8 @@ def build_decode_graph(model: PreTrainedModel, kv_layers: tuple[KvLayer, ...], d
     """Return the full model as an ONNX graph over static KV buffers; its weights share memory with `model`."""
     form = choose_attention(model)
     try:
-        graph = trace_decode_graph(model, kv_layers, form, dialect)
+        with held_interrupts("tracing the model"):
+            graph = trace_decode_graph(model, kv_layers, form, dialect)
     except ModelError:
         raise
     except Exception as error:  # torch.export and the converter raise any type for code that they cannot follow
