@@ -31,10 +31,12 @@ class ChannelMatrix:
 
     codes: NDArray[np.int8]  # [K, N], -64 .. 63
     scales: NDArray[np.float32]  # [N]
+    input_scales: NDArray[np.float32] | None = None  # [K]: of the numbers' input, which the graph divides by them
 
     def dequantized(self) -> NDArray[np.float32]:
         """Return the matrix that these numbers stand for, [N, K] float32."""
-        return np.ascontiguousarray((self.codes * self.scales).T)
+        rows = (self.codes * self.scales).T
+        return np.ascontiguousarray(rows if self.input_scales is None else rows / self.input_scales)
 
 
 def quantize_channels(weight: NDArray[np.float32]) -> ChannelMatrix:

@@ -27,7 +27,7 @@ from pop_export.quantize_layers import MAX_TOKENS, quantize_layers
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.reference import PrefillPlan
 from pop_export.sensitive_weights import SENSITIVE_SHARE, sensitive_weights
-from pop_export.split_matrix import AnyScheme, StoredMatrix
+from pop_export.split_matrix import AnyScheme, SplitMatrix, StoredMatrix
 from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
 
@@ -90,11 +90,10 @@ def quantize_pair(
     """
     multiplied: dict[str, NDArray[np.float32]] = {}
     magnitudes = input_magnitudes(model, samples) if samples else {}
-    if isinstance(schemes.dense, Scheme):
-        readers = readers_of_norms((decode, prefill))
-        found = {norm: input_scales(magnitudes, weights) for norm, weights in readers.items()}
-        for graph in (decode, prefill):
-            multiplied |= balance_inputs(graph, {norm: scales for norm, scales in found.items() if scales is not None})
+    readers = readers_of_norms((decode, prefill))
+    found = {norm: input_scales(magnitudes, weights) for norm, weights in readers.items()}
+    for graph in (decode, prefill):
+        multiplied |= balance_inputs(graph, {norm: scales for norm, scales in found.items() if scales is not None})
     parameters = dict(model.named_parameters(remove_duplicate=False))
     head, of_head = model.get_output_embeddings().weight, schemes.head or schemes.embedding
     key_value = key_value_weights(decode, num_layers_of(model))
@@ -145,7 +144,7 @@ def quantize_pair(
             "export it with --precision fp32"
         )
     for name, matrix in matrices.items():
-        if name in multiplied and isinstance(matrix, QuantizedMatrix):  # only an embedding is split: no norm feeds it
+        if name in multiplied and not isinstance(matrix, SplitMatrix):  # only an embedding is split: no norm feeds it
             matrices[name] = dataclasses.replace(matrix, input_scales=multiplied[name])
     kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
     return Quantization(schemes, matrices, tuple(sorted(kept)))

@@ -8,9 +8,12 @@ import onnxruntime
 import pytest
 import torch
 
+from pop_export.channel_matrix import ChannelScheme
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.graph.passes.balance_inputs import balance_inputs, readers_of_norms
+from pop_export.graph.passes.multiply_dynamically import multiply_dynamically
+from pop_export.graph.passes.round_by_row import round_by_row
 from pop_export.input_scales import EXPONENT, input_magnitudes, input_scales
 from pop_export.quantize import Schemes, quantize_pair
 from pop_export.quantized_matrix import Scheme
@@ -72,6 +75,21 @@ def test_both_sides_of_each_product_change_and_the_product_does_not(norm, bias):
         np.testing.assert_allclose(after, then, rtol=1e-4, atol=1e-5)
 
 
+def test_products_in_integers_lose_less_behind_a_balanced_norm():
+    x = RANDOM.standard_normal((64, E)).astype(np.float32)
+    loud = np.array([1, 1, 30, 1, 1, 1, 1, 1], np.float32)
+    losses = []
+    for exponent in (0, EXPONENT):
+        model = _graph()
+        model.graph.initializers["g"].const_value = ir.tensor(loud, name="g")
+        exact = _run(model, x)[0]
+        balance_inputs(model, {"g": loud**exponent})
+        multiply_dynamically(model, lambda name: ChannelScheme() if name == "w" else None, {})
+        round_by_row(model)
+        losses.append(float(np.square(_run(model, x)[0] - exact).mean()))
+    assert losses[1] < 0.3 * losses[0]
+
+
 def test_a_norm_that_anything_else_reads_is_left_alone():
     assert readers_of_norms([_graph(other="Abs")]) == {}
     assert readers_of_norms([_graph(), _graph(other="Abs")]) == {}  # what one graph may, the other may not
@@ -127,11 +145,13 @@ def test_dead_channels_and_inputs_that_no_text_reaches_have_no_infinite_scales()
     assert input_scales({"w": 0 * magnitude}, ("w",)) is None
 
 
-def _loss(model: torch.nn.Module, decode: ir.Model, samples: list[np.ndarray]) -> tuple[float, int]:
+def _loss(
+    model: torch.nn.Module, decode: ir.Model, samples: list[np.ndarray], schemes: Schemes = INT8
+) -> tuple[float, int]:
     """Return how far stored weights take the hidden states of some text, and how many weights were multiplied."""
     graph = decode.clone()
     prefill = cut_prefill_graph(graph, PrefillPlan(frozenset({1})))
-    found = quantize_pair(graph, prefill, model, INT8, samples)
+    found = quantize_pair(graph, prefill, model, schemes, samples)
     ids = torch.from_numpy(TEXT[0])[None]
     plain = model(input_ids=ids).logits.detach()
     with stored_weights(model, found.matrices):
@@ -147,3 +167,13 @@ def test_weights_lose_less_of_what_uneven_inputs_make_of_them(uneven):
     assert none == 0 and many == 5 * 5  # Q, K, V, gate and up
     assert balanced < 0.8 * plain
     assert all(weight.equal(before[name]) for name, weight in uneven.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_weights_by_channel_say_what_their_inputs_were_divided_by(uneven, method):
+    decode = build_decode_graph(uneven, kv_layout(uneven))
+    channels = ChannelScheme(method)
+    loss, many = _loss(uneven, decode, TEXT, Schemes(channels, channels, Scheme(8, 32)))
+    with torch.no_grad():
+        size = float(uneven(input_ids=torch.from_numpy(TEXT[0])[None]).logits.square().mean())
+    assert many == 5 * 5 and loss < 0.2 * size  # weights that take no scales out again would lose all
