@@ -144,7 +144,7 @@ def fitted_plans(
     """
     text, projections = fitting_text(config, checkpoint), find_kv_projections(checkpoint.model)
     modules = modules_by_layer(projections)
-    passes = [FullPass(stack, windows, modules, keep=True) for windows in (text.fitting, text.judging)]
+    passes = [FullPass(stack, windows, modules, keep=range(len(stack))) for windows in (text.fitting, text.judging)]
     plans = {}
     for ratio in ratios:
         for sink in sorted({variant.sink_tokens for variant in VARIANTS if variant.refit}):

@@ -42,6 +42,9 @@ def ablation_summary(lab: PlanLab, fitted: PrefillFit, exported: Damage) -> dict
         {"name": "windows alone", **_measured(lab, bare, windows)},
     ]
     if plan.weights or plan.surrogates:
+        if fitted.tuning is not None and fitted.tuning.kept:
+            untuned = _figures(fitted.tuning.before, windows)
+            variants.append({"name": "fits as least squares leave them, and windows", **untuned})
         variants.append({"name": "fits alone", **by_boundary[1]})
         variants.append({"name": "fits and windows, as exported", **by_boundary[windows.boundary_tokens]})
     return {"variants": variants, "windows": list(by_boundary.values())}

@@ -97,6 +97,9 @@ def parser() -> argparse.ArgumentParser:
         help="samples of text to fit on that the model writes itself, 0 for none (default %(default)s)")  # fmt: skip
     add("--refit-length", type=int, metavar="N",
         help="tokens per window, to fit on and to measure damage with (default %(default)s)")  # fmt: skip
+    add("--tune-steps", type=int, metavar="N",
+        help="steps that move the fitted K and V to where the full model predicts after a pruned prompt what it does "
+        "after a full one; more steps, more time and less damage, 0 for none (default %(default)s)")  # fmt: skip
     add("--sink-tokens", type=int, metavar="N",
         help="first tokens of a sequence that run at full depth (default %(default)s)")  # fmt: skip
     add("--boundary-tokens", type=int, metavar="N",

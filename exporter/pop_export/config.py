@@ -57,6 +57,8 @@ class ExportConfig:
     self_samples: int = 48  # and so many samples of text that the model writes itself
     refit_length: int = 512  # tokens per window; damage is measured on windows of this length as well
 
+    tune_steps: int = 80  # of gradient descent on what the full model predicts, from the fitted K and V; 0: none
+
     # Measured in docs/experiments.md; the paper has 0 and 1.
     sink_tokens: int = 4  # tokens at the start of a sequence that run at full depth
     boundary_tokens: int = 64  # tokens at the end of each turn that run at full depth
@@ -84,6 +86,8 @@ class ExportConfig:
             raise UsageError(f"--calibration-length: expected at least 4 tokens, found {self.calibration_length}")
         if self.self_samples < 0:
             raise UsageError(f"--self-samples: expected at least 0, found {self.self_samples}")
+        if self.tune_steps < 0:
+            raise UsageError(f"--tune-steps: expected at least 0, found {self.tune_steps}")
         self._check_plan()
         self._check_precision()
         if self.sink_tokens < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,16 +30,21 @@ class FullPass:
         stack: the model's layers.
         windows: 1-D token ids.
         modules: per layer the names of the modules whose outputs are wanted.
-        keep: hold every layer's states, for many fits over one text; else only those of the layer asked for last, and
-            layers have to be asked for in order.
+        keep: layers whose states are held, for many fits over one text; of the others only those of the layer asked for
+            last, and these have to be asked for in order.
     """
 
     def __init__(
-        self, stack: LayerStack, windows: Sequence[np.ndarray], modules: Mapping[int, Iterable[str]], keep: bool = False
+        self,
+        stack: LayerStack,
+        windows: Sequence[np.ndarray],
+        modules: Mapping[int, Iterable[str]],
+        keep: Container[int] = (),
     ) -> None:
         self._stack, self._keep = stack, keep
         self._modules = {layer: set(names) for layer, names in modules.items()}
-        self.calls = tuple(stack.calls(ids) for ids in batches(windows))
+        self.ids = tuple(batches(windows))  # [B, S] each
+        self.calls = tuple(stack.calls(ids) for ids in self.ids)
         self._states: dict[int, tuple[FullState, ...]] = {}
 
     def states(self, layer: int) -> tuple[FullState, ...]:
@@ -51,10 +56,11 @@ class FullPass:
             self._states[layer] = tuple(
                 self._state(call, layer, entered) for call, entered in zip(self.calls, before, strict=True)
             )
-            if not self._keep:
+            if layer - 1 not in self._keep:
                 self._states.pop(layer - 1, None)
         return self._states[layer]
 
+    @torch.no_grad()
     def _state(self, calls: Calls, layer: int, entered: Tensor) -> FullState:
         names = self._modules.get(layer, set())
         with watched(self._stack.model, names, stop=False) as seen:
@@ -67,6 +73,7 @@ class JoinedPass:
 
     def __init__(self, parts: Sequence[FullPass]) -> None:
         self._parts = parts
+        self.ids = tuple(ids for part in parts for ids in part.ids)
         self.calls = tuple(call for part in parts for call in part.calls)
 
     def states(self, layer: int) -> tuple[FullState, ...]:

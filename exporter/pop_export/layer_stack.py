@@ -2,6 +2,7 @@
 
 The model itself says how it calls its layers: a forward in which they only note their arguments costs no more than an
 embedding. Runs that share a beginning then share its work, and all texts can pass one layer before the next begins.
+Whether gradients are recorded is the caller's affair.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ class LayerStack:
             self.model(input_ids=ids, position_ids=positions, use_cache=cache is not None, **past)
         return Calls(noted[0][0], tuple((args, kwargs) for _, args, kwargs in noted))
 
-    @torch.no_grad()
     def run(self, calls: Calls, layer: int, hidden: Tensor) -> Tensor:
         """Return what `layer` makes of a hidden state, each [B, S, E]."""
         args, kwargs = calls.arguments[layer]
@@ -65,7 +65,6 @@ class LayerStack:
         """Return what `layer` makes of the hidden state of each batch."""
         return [self.run(call, layer, entered) for call, entered in zip(calls, hidden, strict=True)]
 
-    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [B, S, V] of hidden states [B, S, E] that left the last layer."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)

@@ -169,7 +169,7 @@ def _planned(
         lab = _lab(config, checkpoint, kv_layers, text)
         choice = choose_plan(config, lab, calibration.prefill.importance)
     with watch.stage("refit", "fitting the prefill to the full model"):
-        fitted = lab.fit(choice.skipped_layers)
+        fitted = lab.fit(choice.skipped_layers, config.tune_steps, config.seed)
     with watch.stage("quality", "measuring damage"):
         measured = _measured(lab, choice, fitted, text.description, watch.seconds["refit"])
     return choice, fitted, measured

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from pop_export.layer_stack import LayerStack
 from pop_export.projections import find_kv_projections
 from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit, fit_prefill, modules_by_layer
+from pop_export.text_run import resume_text
+from pop_export.tune import tune
 from pop_runtime.manifest import KvLayer
 
 TRIAL_SHARE = 6  # plans are compared after fitting them on every sixth window
@@ -68,14 +71,33 @@ class PlanLab:
         self.costs: tuple[LayerCost, ...] = layer_costs(self.model, self.projections, self.kv_layers)
         self._modules = modules_by_layer(self.projections)
         self.meter = DamageMeter(self.stack, self.held_out, self.settings.protocol)
-        self._trial_judging = FullPass(self.stack, self.judging[::JUDGING_SHARE], self._modules, keep=True)
-        self._trial = FullPass(self.stack, self.fitting[::TRIAL_SHARE], self._modules, keep=True)
+        every = range(len(self.stack))  # many fits share these
+        self._trial_judging = FullPass(self.stack, self.judging[::JUDGING_SHARE], self._modules, every)
+        self._trial = FullPass(self.stack, self.fitting[::TRIAL_SHARE], self._modules, every)
 
-    def fit(self, skipped: Collection[int]) -> PrefillFit:
-        """Return the plan fitted on all of the fitting text."""
-        text = self._beside(self._trial, self.fitting, TRIAL_SHARE)
+    def fit(self, skipped: Collection[int], tune_steps: int = 0, seed: int = 0) -> PrefillFit:
+        """Return the plan fitted on all of the fitting text, its projections tuned in so many steps."""
+        first, last = min(skipped, default=0), len(self.stack) - 1
+        text = self._beside(self._trial, self.fitting, TRIAL_SHARE, keep=(first,))
         judging = self._beside(self._trial_judging, self.judging, JUDGING_SHARE)
-        return self._fit(text, judging, skipped)
+        fitted = self._fit(text, judging, skipped)
+        if not (tune_steps and fitted.plan.weights):
+            return fitted
+        windows = self.settings.protocol.windows
+        runs = [
+            resume_text(self.stack, ids, windows.sink_tokens, first, before.entered, after.left)
+            for ids, before, after in zip(text.ids, text.states(first), text.states(last), strict=True)
+        ]
+        plan, tuning = tune(
+            fitted.plan,
+            runs,
+            lambda plan: self.meter.measure(plan)["all"],
+            steps=tune_steps,
+            sink_tokens=windows.sink_tokens,
+            boundary_tokens=windows.boundary_tokens,
+            seed=seed,
+        )
+        return dataclasses.replace(fitted, plan=plan, tuning=tuning)
 
     def try_plan(self, skipped: Collection[int]) -> Point:
         """Return the plan's damage, fitted on a part of the text only, and its predicted speedup."""
@@ -97,10 +119,12 @@ class PlanLab:
         windows = self.settings.protocol.windows
         return predicted_speedup(self.costs, plan.skipped_layers, plan.surrogates, windows)
 
-    def _beside(self, trial: FullPass, windows: Sequence[np.ndarray], share: int) -> JoinedPass:
-        """Return the pass over all windows, of which `trial` has every `share`-th."""
+    def _beside(
+        self, trial: FullPass, windows: Sequence[np.ndarray], share: int, keep: Container[int] = ()
+    ) -> JoinedPass:
+        """Return the pass over all windows, of which `trial` has every `share`-th and the other keeps some layers."""
         others = [window for index, window in enumerate(windows) if index % share]
-        return JoinedPass([trial, FullPass(self.stack, others, self._modules)])
+        return JoinedPass([trial, FullPass(self.stack, others, self._modules, keep)])
 
     def _fit(self, text: AnyPass, judging: AnyPass, skipped: Collection[int]) -> PrefillFit:
         settings = self.settings

@@ -36,7 +36,12 @@ def fit_summary(fitted: PrefillFit, text: str, seconds: float) -> dict[str, Any]
     surrogates = [record for record in fitted.records if record.projection == "surrogate"]
     without = sorted(fitted.plan.skipped_layers - {record.layer for record in refits})
     return {
-        "refit": {**base, "layers": [_record(record) for record in refits], "layers_without_projections": without},
+        "refit": {
+            **base,
+            "layers": [_record(record) for record in refits],
+            "layers_without_projections": without,
+            "tuning": None if fitted.tuning is None else dataclasses.asdict(fitted.tuning),
+        },
         "surrogate": {**base, "layers": [_record(record) for record in surrogates]},
     }
 

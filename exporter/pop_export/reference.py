@@ -89,15 +89,25 @@ def pruned(model: PreTrainedModel, plan: PrefillPlan) -> Iterator[None]:
     def note(name: str) -> Callable[..., None]:
         return lambda _module, args: inputs.__setitem__(name, args[0])
 
-    parameters = dict(model.named_parameters())
-    originals = {name: parameters[name].data for name in plan.weights}
+    with plan_weights(model, plan), replaced_outputs(model, skip), ExitStack() as stack:
+        for name in {surrogate.module for surrogate in plan.surrogates.values()}:
+            stack.callback(model.get_submodule(name).register_forward_pre_hook(note(name)).remove)
+        yield
+
+
+@contextmanager
+def plan_weights(model: PreTrainedModel, plan: PrefillPlan) -> Iterator[None]:
+    """Let the model use the plan's own weights while the context is open; gradients reach those that want them."""
+    places = []
+    for name in plan.weights:
+        module, _, attribute = name.rpartition(".")
+        places.append((model.get_submodule(module), attribute))
+    originals = [module._parameters[attribute] for module, attribute in places]
     try:
-        for name, weight in plan.weights.items():
-            parameters[name].data = weight
-        with replaced_outputs(model, skip), ExitStack() as stack:
-            for name in {surrogate.module for surrogate in plan.surrogates.values()}:
-                stack.callback(model.get_submodule(name).register_forward_pre_hook(note(name)).remove)
-            yield
+        # the dict itself, which keeps its order; an assignment takes nothing but parameters there
+        for (module, attribute), weight in zip(places, plan.weights.values(), strict=True):
+            module._parameters[attribute] = weight
+        yield
     finally:
-        for name, original in originals.items():
-            parameters[name].data = original
+        for (module, attribute), original in zip(places, originals, strict=True):
+            module._parameters[attribute] = original

@@ -20,6 +20,7 @@ from pop_export.layer_stack import Calls, LayerStack, StopLayer, watched
 from pop_export.projections import Projection, output_axis
 from pop_export.reference import PrefillPlan, Surrogate
 from pop_export.ridge import Fitted, Moments, fit
+from pop_export.tune import Tuning
 
 # X^T X of the features of one layer and text, by where they lie: K, V and the surrogate mostly read the same ones.
 _Grams = dict[tuple[int, bool], np.ndarray]
@@ -46,6 +47,7 @@ class PrefillFit:
     plan: PrefillPlan
     records: tuple[FitRecord, ...]
     num_tokens: int
+    tuning: Tuning | None = None  # None: the projections are those of the fits
 
     @property
     def refitted_layers(self) -> tuple[int, ...]:

@@ -41,9 +41,15 @@ def test_the_report_holds_damage_and_the_curve(exported):
 
 def test_the_ablation_leaves_out_one_part_after_the_other(exported):
     report = json.loads((exported / "refit" / "report.json").read_text())
-    published, windows, fits, whole = report["ablation"]["variants"]
+    tuning, variants = report["refit"]["tuning"], report["ablation"]["variants"]
+    assert (tuning["steps"], tuning["num_windows"]) == (80, 17)
+    assert tuning["kept"] == (tuning["after"]["kl_mean_nats"] < tuning["before"]["kl_mean_nats"])
+    published, windows, *untuned, fits, whole = variants
     rows = [(row["sink_tokens"], row["boundary_tokens"]) for row in (published, windows, fits, whole)]
     assert rows == [(0, 1), (2, 4), (2, 1), (2, 4)]
+    assert [row["kl_mean_nats"] for row in untuned] == [tuning["before"]["kl_mean_nats"]] * tuning["kept"]
+    exported_with = tuning["after" if tuning["kept"] else "before"]
+    assert whole["kl_mean_nats"] == exported_with["kl_mean_nats"] == report["quality"]["chosen"]["kl_mean_nats"]
     assert whole["kl_mean_nats"] < windows["kl_mean_nats"] < published["kl_mean_nats"]
     assert whole["kl_mean_nats"] < fits["kl_mean_nats"]
     by_boundary = {row["boundary_tokens"]: row["kl_mean_nats"] for row in report["ablation"]["windows"]}
