@@ -47,7 +47,12 @@ def quick_export(
     """Return an export of the tiny Llama that takes the shared decode graph instead of tracing again."""
     monkeypatch.setattr(pipeline, "build_decode_graph", lambda *_: llama_decode.clone())
     config = ExportConfig(
-        model=str(llama_folder), out=tmp_path / "bundle", calibration_samples=2, calibration_length=32, tune_steps=2, threads=1
+        model=str(llama_folder),
+        out=tmp_path / "bundle",
+        calibration_samples=2,
+        calibration_length=32,
+        tune_steps=2,
+        threads=1,
     )
     return lambda **settings: pipeline.export(dataclasses.replace(config, **settings))
 
