@@ -4,7 +4,8 @@
     pop-bench out/smollm2 --peers "$(python benchmarks/peer_models.py --model smollm2-135m --out build/peers)"
 
 A Hugging Face folder in fp32 and one in bf16 for transformers, one graph per precision by onnxruntime-genai's own
-builder, one for OpenVINO GenAI with `--optimum-cli PATH`, and the checkpoint itself for llama.cpp where it is a GGUF.
+builder, one for OpenVINO GenAI with `--optimum-cli PATH`, and for llama.cpp, where the checkpoint is a GGUF, the same
+in the types that it has its fastest kernels for; that takes llama-cpp-python, without it the checkpoint itself is named.
 What is there already is left as it is. optimum-intel 2.2 wants an older transformers than pop-export does, so it goes
 into an environment of its own: python -m venv V && V/bin/pip install torch==2.13.0 optimum-intel accelerate.
 """
@@ -12,6 +13,8 @@ into an environment of its own: python -m venv V && V/bin/pip install torch==2.1
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib.util
 import os
 import subprocess
 import sys
@@ -29,6 +32,8 @@ GENAI_OPTIONS = {
     "int8": ["prune_lm_head=true", "accuracy_level=4", "block_size=32", "op_types_to_quantize=MatMul/Gather"],
     "int4": ["prune_lm_head=true", "accuracy_level=4", "block_size=32", "op_types_to_quantize=MatMul/Gather"],
 }
+# Both are repacked for AVX2; a Q4_1, which SmolLM2's checkpoint is, takes twice the time for a prompt.
+LLAMA_TYPES = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0"}
 
 
 def main() -> None:
@@ -55,8 +60,26 @@ def main() -> None:
         peers.append(f"openvino-genai={folder}")
     file = locate(arguments.model, offline=False, trust_remote_code=False, allow_pickle=False).path
     if file.suffix == ".gguf":
-        peers.append(f"llama-cpp={file}")
+        peers += [f"llama-cpp={path}" for path in requantized(file, arguments.out)]
     print(",".join(peers))
+
+
+def requantized(source: Path, out: Path) -> list[Path]:
+    """Return GGUF files of a checkpoint in `LLAMA_TYPES`, or the checkpoint if llama-cpp-python is not installed."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        return [source]
+    import llama_cpp
+
+    files = [out / f"llama-{name}.gguf" for name in LLAMA_TYPES]
+    for file, kind in zip(files, LLAMA_TYPES.values(), strict=True):
+        if not file.is_file():
+            parameters = llama_cpp.llama_model_quantize_default_params()
+            parameters.ftype, parameters.allow_requantize = getattr(llama_cpp, kind), True
+            part = file.with_suffix(".part")
+            if llama_cpp.llama_model_quantize(bytes(source), bytes(part), ctypes.byref(parameters)):
+                raise SystemExit(f"{source}: llama.cpp could not write it as {kind}; see what it printed above")
+            part.rename(file)
+    return files
 
 
 def save_hugging_face(name: str, folders: dict[str, Path]) -> None:

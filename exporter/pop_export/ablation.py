@@ -11,7 +11,7 @@ from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit
 from pop_runtime.manifest import Windows
 
-BOUNDARIES = (16, 64, 128)  # tokens at the end of a prompt, compared beside the chosen number
+BOUNDARIES = (16, 32, 64, 128)  # tokens at the end of a prompt, compared beside the chosen number
 
 
 def ablation_summary(lab: PlanLab, fitted: PrefillFit, exported: Damage) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class ExportConfig:
     self_samples: int = 48  # and so many samples of text that the model writes itself
     refit_length: int = 512  # tokens per window; damage is measured on windows of this length as well
 
-    tune_steps: int = 80  # of gradient descent on what the full model predicts, from the fitted K and V; 0: none
+    tune_steps: int = 100  # of gradient descent on what the full model predicts, from the fitted K and V; 0: none
 
     # Measured in docs/experiments.md; the paper has 0 and 1.
     sink_tokens: int = 4  # tokens at the start of a sequence that run at full depth

@@ -42,7 +42,7 @@ def test_the_report_holds_damage_and_the_curve(exported):
 def test_the_ablation_leaves_out_one_part_after_the_other(exported):
     report = json.loads((exported / "refit" / "report.json").read_text())
     tuning, variants = report["refit"]["tuning"], report["ablation"]["variants"]
-    assert (tuning["steps"], tuning["num_windows"]) == (80, 17)
+    assert (tuning["steps"], tuning["num_windows"]) == (100, 17)
     assert tuning["kept"] == (tuning["after"]["kl_mean_nats"] < tuning["before"]["kl_mean_nats"])
     published, windows, *untuned, fits, whole = variants
     rows = [(row["sink_tokens"], row["boundary_tokens"]) for row in (published, windows, fits, whole)]
@@ -53,7 +53,7 @@ def test_the_ablation_leaves_out_one_part_after_the_other(exported):
     assert whole["kl_mean_nats"] < windows["kl_mean_nats"] < published["kl_mean_nats"]
     assert whole["kl_mean_nats"] < fits["kl_mean_nats"]
     by_boundary = {row["boundary_tokens"]: row["kl_mean_nats"] for row in report["ablation"]["windows"]}
-    assert list(by_boundary) == [1, 4, 16] and by_boundary[1] == fits["kl_mean_nats"]
+    assert list(by_boundary) == [1, 4, 16, 32] and by_boundary[1] == fits["kl_mean_nats"]
 
 
 @pytest.mark.parametrize(
