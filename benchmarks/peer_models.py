@@ -5,7 +5,7 @@
 
 A Hugging Face folder in fp32 and one in bf16 for transformers, one graph per precision by onnxruntime-genai's own
 builder, one for OpenVINO GenAI with `--optimum-cli PATH`, and for llama.cpp, where the checkpoint is a GGUF, the same
-in the types that it has its fastest kernels for; that takes llama-cpp-python, without it the checkpoint itself is named.
+in the types that it is fastest with; that takes llama-cpp-python, without it the checkpoint itself is named.
 What is there already is left as it is. optimum-intel 2.2 wants an older transformers than pop-export does, so it goes
 into an environment of its own: python -m venv V && V/bin/pip install torch==2.13.0 optimum-intel accelerate.
 """

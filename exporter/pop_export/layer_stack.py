@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pop_export.decoder import cache_argument, decoder_layers, layer_input
+from pop_runtime.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,29 @@ class LayerStack:
 
     @torch.no_grad()
     def _probe(self) -> tuple[bool, ...]:
-        """Return which layers hand their hidden state on as the first of a tuple."""
+        """Return which layers hand their hidden state on as the first of a tuple.
+
+        Raises:
+            ModelError: a layer hands on anything else than one hidden state per token.
+        """
         found: dict[int, bool] = {}
+        ids = torch.ones(1, 2, dtype=torch.int64)
 
         def hook(layer: int) -> Callable[..., None]:
-            return lambda _module, _args, output: found.__setitem__(layer, isinstance(output, tuple))
+            def note(_module: nn.Module, _args: Any, output: Any) -> None:
+                found[layer] = isinstance(output, tuple)
+                shape = tuple((output[0] if found[layer] else output).shape)
+                if len(shape) != 3 or shape[:2] != ids.shape:
+                    raise ModelError(
+                        f"{type(self.model).__name__}, layer {layer}: expected one hidden state per token, [1, 2, E], "
+                        f"found {list(shape)}; this family is not supported"
+                    )
+
+            return note
 
         handles = [module.register_forward_hook(hook(index)) for index, module in enumerate(self.layers)]
         try:
-            self.model(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=False)
+            self.model(input_ids=ids, use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()

@@ -44,10 +44,13 @@ def find_kv_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def watch(name: str) -> Callable[..., Tensor]:
-        def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            # Cut off from what lies before it, so that only the nearest module's output gets a gradient.
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+            if not isinstance(output, Tensor):  # a router may be a linear module that returns more than its product
+                return output
+            # Cut off from what lies before it, so that only the nearest module's output gets a gradient; a copy, since
+            # some families change it in place.
             outputs[name] = output.detach().requires_grad_()
-            return outputs[name]
+            return outputs[name].clone()
 
         return hook
 

@@ -57,7 +57,7 @@ def tune(
 
     Args:
         plan: fitted.
-        runs: texts of batch 1 or more; those shorter than `MIN_TOKENS` are left out.
+        runs: texts of batch 1 or more; those shorter than `MIN_TOKENS`, or twice the sink, are left out.
         measure: gives the damage of a plan on other text.
         steps: prompts to learn from, one after another.
         sink_tokens: positions at full depth at the start, as the plan was fitted for.
@@ -67,7 +67,8 @@ def tune(
     Returns:
         The plan itself and None where there is nothing to tune or no text for it.
     """
-    texts = [(run, row) for run in runs if run.ids.shape[1] >= MIN_TOKENS for row in range(len(run.ids))]
+    shortest = max(MIN_TOKENS, 2 * sink_tokens)
+    texts = [(run, row) for run in runs if run.ids.shape[1] >= shortest for row in range(len(run.ids))]
     if not (plan.weights and texts and steps):
         return plan, None
     started, before = time.monotonic(), measure(plan)
@@ -117,7 +118,7 @@ def _prompt_damage(
     """Return the mean KL(full || pruned) in nats over some tokens after a prompt that ends somewhere in one text."""
     num_tokens = run.ids.shape[1]
     scored = min(SCORED_TOKENS, num_tokens // 4)
-    context = int(random.integers(num_tokens // 4, num_tokens - scored + 1))
+    context = int(random.integers(max(num_tokens // 4, sink_tokens + 2), num_tokens - scored + 1))
     boundary = int(random.integers(1, max(2, min(boundary_tokens + 1, context - sink_tokens))))
     num_pruned, stop = context - boundary, context + scored - 1  # the last token is predicted, never fed
     alone = run.row(row)

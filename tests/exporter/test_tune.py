@@ -124,6 +124,16 @@ def test_no_steps_or_no_text_long_enough_changes_nothing(steps, texts):
     assert _tuned(model, plan, steps=steps, texts=texts) == (plan, None)
 
 
+@pytest.mark.parametrize(("sink", "is_tuned"), [(47, True), (49, False)])
+def test_a_sink_may_be_half_of_the_text(sink, is_tuned):
+    model = tiny_model()
+    stack, plan = LayerStack(model), fitted(model).plan
+    runs = [run_text(stack, ids, sink) for ids in batches(TEXTS)]
+    damages = iter([_damage(0.2), _damage(0.1)])
+    _, record = tune(plan, runs, lambda _: next(damages), steps=20, sink_tokens=sink, boundary_tokens=64, seed=0)
+    assert (record is not None) == is_tuned
+
+
 def test_a_plan_without_weights_of_its_own_has_nothing_to_tune():
     plan = PrefillPlan(frozenset({1}))
     assert _tuned(tiny_model(), plan) == (plan, None)
