@@ -27,7 +27,15 @@ def test_an_interrupt_comes_when_the_block_has_ended(number):
         signal.signal(number, before)
 
 
-def test_it_comes_in_the_place_of_the_blocks_own_error():
+@pytest.fixture
+def heeded():
+    """SIGINT as a terminal delivers it: a shell starts background jobs with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_it_comes_in_the_place_of_the_blocks_own_error(heeded):
     with pytest.raises(KeyboardInterrupt), held_interrupts("work"):
         signal.raise_signal(signal.SIGINT)
         raise ValueError
