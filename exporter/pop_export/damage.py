@@ -84,6 +84,11 @@ class DamageMeter:
         return np.concatenate(divergences).reshape(-1, self.protocol.continuation_tokens).mean(1)
 
 
+def kl_divergences(full: Tensor, pruned: Tensor) -> Tensor:
+    """Return KL(full || pruned) in nats at each position, [...], of log-probabilities [..., V]."""
+    return (full.exp() * (full - pruned)).sum(-1)
+
+
 def _damage(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Damage:
     divergences = np.concatenate([kl for kl, _ in parts])
     agreements = np.concatenate([same for _, same in parts])
@@ -112,7 +117,7 @@ class _FullRun:
         divergences, same = [], []
         for at in range(0, len(full), ROWS_AT_A_TIME):
             p, q = full[at : at + ROWS_AT_A_TIME], pruned[at : at + ROWS_AT_A_TIME]
-            divergences.append((p.exp() * (p - q)).sum(-1).double())
+            divergences.append(kl_divergences(p, q).double())
             same.append(p.argmax(-1) == q.argmax(-1))
         return torch.cat(divergences).numpy(), torch.cat(same).numpy()
 

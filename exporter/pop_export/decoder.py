@@ -137,3 +137,16 @@ def last_position_head(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of the model want a gradient while the context is open."""
+    wanting = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in wanting:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in wanting:
+            parameter.requires_grad_(True)

@@ -11,15 +11,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pop_export.damage import Damage
+from pop_export.damage import Damage, kl_divergences
+from pop_export.decoder import frozen
 from pop_export.progress import progress
 from pop_export.reference import PrefillPlan
 from pop_export.text_run import TextRun
@@ -99,19 +99,6 @@ def tune(
     return tuned if kept else plan, tuning
 
 
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Let no parameter of the model want a gradient while the context is open."""
-    wanting = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in wanting:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in wanting:
-            parameter.requires_grad_(True)
-
-
 def _prompt_damage(
     run: TextRun, row: int, plan: PrefillPlan, sink_tokens: int, boundary_tokens: int, random: np.random.Generator
 ) -> Tensor:
@@ -125,7 +112,7 @@ def _prompt_damage(
     wanted = run.stack.logits(alone.left[:, context - 1 : stop]).float().log_softmax(-1)
     left = alone.after_pruned(plan, sink_tokens, num_pruned, stop)
     found = run.stack.logits(left[:, context - 1 - num_pruned :]).float().log_softmax(-1)
-    return (wanted.exp() * (wanted - found)).sum(-1).mean()
+    return kl_divergences(wanted, found).mean()
 
 
 def _share_of_step_size(step: int, steps: int) -> float:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from pop_export import tune as tuning
+from pop_export import ExportConfig
 from pop_export.damage import Damage, DamageMeter, Protocol
+from pop_export.decoder import frozen
 from pop_export.full_pass import batches
 from pop_export.layer_stack import LayerStack
 from pop_export.reference import PrefillPlan
 from pop_export.text_run import resume_text, run_text
 from pop_export.tune import tune
+from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Windows
 from tests.exporter.test_refit import CONFIGS, fitted
 from tests.tiny_models import tiny_model
@@ -78,7 +82,7 @@ def test_gradients_are_those_of_finite_differences():
                                 SINK, 60, 90)  # fmt: skip
         return left.square().sum()
 
-    with tuning.frozen(model):
+    with frozen(model):
         (gradient,) = torch.autograd.grad(loss(weight), weight)
         step = 0.01 * gradient / gradient.norm()  # norms compute in float32: a smaller one drowns in rounding
         with torch.no_grad():
@@ -137,3 +141,12 @@ def test_a_sink_may_be_half_of_the_text(sink, is_tuned):
 def test_a_plan_without_weights_of_its_own_has_nothing_to_tune():
     plan = PrefillPlan(frozenset({1}))
     assert _tuned(tiny_model(), plan) == (plan, None)
+
+
+def test_fewer_steps_than_none_are_refused():
+    with pytest.raises(UsageError, match="--tune-steps: expected at least 0, found -1"):
+        ExportConfig(model="m", out=Path("out"), tune_steps=-1)
+
+
+def test_without_steps_an_export_says_that_nothing_was_tuned(quick_export):
+    assert quick_export(tune_steps=0, prune_layers="1,3").report["refit"]["tuning"] is None

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pop_export.decoder import num_layers_of, replaced_outputs
+from pop_export.decoder import frozen, num_layers_of, replaced_outputs
 from pop_runtime.errors import ModelError
 
 Fisher = Literal["sampled", "empirical"]
@@ -192,13 +192,9 @@ def _nll_slope(logits: Tensor, rule: TargetRule, out: Tensor) -> None:
 def _only_gates_learn(model: nn.Module) -> Iterator[None]:
     """Run in eval mode without weight gradients, which would more than double the cost of the backward pass."""
     was_training = model.training
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval()
-    for parameter in learning:
-        parameter.requires_grad_(False)
     try:
-        yield
+        with frozen(model):
+            yield
     finally:
         model.train(was_training)
-        for parameter in learning:
-            parameter.requires_grad_(True)
