@@ -5,8 +5,8 @@
     python benchmarks/plans.py --model smollm2-135m --data build/texts/*.txt --layers 5,12-14,18,20-29 --surrogate off
 
 One line per plan and windows: mean KL and top-1 agreement per source, and predicted speedup. Plans are fitted on the
-default text of pop-export, so figures are those of an export; no graph is built. A plan is fitted once, for the largest
-sink of the list: compare sinks by calls of their own.
+default text of pop-export, so figures are those of an export with `--tune-steps 0`; no graph is built. A plan is fitted
+once, for the largest sink of the list: compare sinks by calls of their own.
 """
 
 from __future__ import annotations
