@@ -90,8 +90,10 @@ def _run(arguments: argparse.Namespace) -> str:
 
     config = _config(arguments)
     texts = {str(path): read_text(path) for path in arguments.data}
-    ep, device, engine = arguments.ep, arguments.device, arguments.engine
-    model = load(arguments.dir, arguments.threads, ep=ep, device=device, engine=engine)
+    model = load(
+        arguments.dir, arguments.threads, ep=arguments.ep, device=arguments.device, engine=arguments.engine,
+        cuda_graphs=arguments.cuda_graphs,
+    )  # fmt: skip
     if model.tokenizer is None:
         raise UsageError(f"{arguments.dir}: expected a tokenizer to read text, found none; re-run pop-export")
     documents = [encode_document(name, text, model.tokenizer) for name, text in texts.items()]
@@ -128,6 +130,7 @@ def _settings(arguments: argparse.Namespace, config: EvalConfig, model: Model) -
         "threads": model.sessions.threads,
         "ep": model.sessions.target.ep,
         "device": model.sessions.target.device,
+        "cuda_graphs": model.sessions.target.cuda_graphs,
         "nodes_by_provider": model.sessions.nodes_by_provider,
         **dataclasses.asdict(config),
     }

@@ -149,7 +149,7 @@ def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkey
 def test_an_engine_that_does_not_load_ends_in_one_line(tmp_path):
     spec = {"engine": "bundle", "path": str(tmp_path), "threads": 1, "low_memory": False, "graphs": "both",
             "ep": "cpu", "device": 0, "compiled": False, "clock": "wall", "sink_tokens": None,
-            "boundary_tokens": None}  # fmt: skip
+            "boundary_tokens": None, "cuda_graphs": False}  # fmt: skip
     with pytest.raises(BackendError, match=r"bundle \(.*\): expected an engine that runs, found: .*manifest.json"):
         Worker(spec)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pop_runtime.kv_cache import BoundGraph, KvCache, allocate_cache
+from pop_runtime.kv_cache import BoundGraph, KvCache, allocate_cache, decode_graph
 from pop_runtime.manifest import Windows
 from pop_runtime.model import Model
 from pop_runtime.sequence import Prefill, Sequence
@@ -38,6 +38,7 @@ class BundleSide:
         self._model, self._prefill, self._windows = model, prefill, windows
         self._cache: KvCache | None = None
         self._graph: BoundGraph | None = None
+        self._size = (0, 0)  # rows and tokens that the cache was asked to hold
         self._num_prompt = self._length = 0
         self.num_pruned = 0  # positions of each prompt that went through the pruned graph
 
@@ -45,9 +46,10 @@ class BundleSide:
         """Read the prompts into a new cache; see `Side`."""
         sessions, manifest = self._model.sessions, self._model.manifest
         num_rows, self._num_prompt = prompts.shape
-        if self._cache is None or (self._cache.batch, self._cache.capacity) != (num_rows, self._num_prompt + num_new):
-            self._cache = allocate_cache(manifest, num_rows, self._num_prompt + num_new)
-            self._graph = BoundGraph(sessions.decode, self._cache, manifest.decode_graph, has_logits=True)
+        if self._cache is None or self._size != (num_rows, self._num_prompt + num_new):
+            self._size = (num_rows, self._num_prompt + num_new)
+            self._cache = allocate_cache(manifest, *self._size, sessions.place)
+            self._graph = decode_graph(sessions, self._cache)
         self._length = self._num_prompt
         logits = []
         for index, prompt in enumerate(prompts.tolist()):

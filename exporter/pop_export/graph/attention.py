@@ -33,6 +33,7 @@ class Trace:
 
     past: list[tuple[Tensor, Tensor]]  # per layer: K and V buffers, each [B, H_kv, S_max, D]
     past_lengths: Tensor  # [B] int64: tokens in the buffers before this call
+    lengths: Tensor  # [B] int64: tokens in the buffers after it
     total_length: Tensor  # [] int32: T
     windows: tuple[int | None, ...]  # per layer, fused form: tokens that a token attends to, itself included
     present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

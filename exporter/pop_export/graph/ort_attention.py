@@ -32,7 +32,7 @@ def group_query_attention(
     B, H, S, D = query.shape
     past_key, past_value = trace.past[layer]
     inputs = (_flat(query), _flat(key), _flat(value), past_key, past_value,
-              (trace.past_lengths + S - 1).to(torch.int32), trace.total_length)  # fmt: skip
+              (trace.lengths - 1).to(torch.int32), trace.total_length)  # fmt: skip
     if s_aux is not None:  # attention sinks [H]: input 11, after rope tables, positions and bias
         inputs = (*inputs, None, None, None, None, s_aux.to(query.dtype))  # type: ignore[assignment]
     out, *present = symbolic_multi_out(

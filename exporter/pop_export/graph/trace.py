@@ -52,9 +52,10 @@ class _DecodeForward(nn.Module):
         total = symbolic(
             "Shape", (attention_mask,), attrs={"start": 1, "end": 2}, dtype=torch.int64, shape=(1,), version=OPSET
         )  # [1]
-        past_lengths = mark(attention_mask.sum(1) - S, "past_lengths")  # [B]
+        lengths = attention_mask.sum(1)  # [B]
+        past_lengths = mark(lengths - S, "past_lengths")  # [B]
         pairs = list(zip(past[0::2], past[1::2], strict=True))
-        trace = Trace(pairs, past_lengths, total.to(torch.int32).reshape(()), self.form.windows)
+        trace = Trace(pairs, past_lengths, lengths, total.to(torch.int32).reshape(()), self.form.windows)
         positions = position_arguments(self.model, past_lengths[:, None] + torch.arange(S)[None])  # [B, S]
         cache: Cache = FusedCache() if self.form.fused else BufferCache()
         with tracing(trace):

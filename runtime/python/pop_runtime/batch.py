@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from pop_runtime.answer import Answer, StopReason
 from pop_runtime.generate import read_turn
-from pop_runtime.kv_cache import FULL, BoundGraph, KvCache, allocate_cache
+from pop_runtime.kv_cache import FULL, KvCache, allocate_cache, decode_graph
 from pop_runtime.manifest import Manifest
 from pop_runtime.request import Request
 from pop_runtime.sequence import Sequence
@@ -63,7 +63,7 @@ def complete_batch(
     capacity = max(len(request.prompt_token_ids) + request.limit_tokens for request in requests)
     cache = allocate_cache(manifest, len(requests), capacity, sessions.place)
     rows = [_Row(sessions, cache.row(index), request, tokenizer) for index, request in enumerate(requests)]
-    graph = BoundGraph(sessions.decode, cache, manifest.decode_graph, has_logits=True)
+    graph = decode_graph(sessions, cache)
     while any(row.answer.stop_reason is None for row in rows):
         ids = np.array([[row.fed] for row in rows], np.int64)  # [B, 1]
         lengths = np.array([row.length for row in rows], np.int64)  # [B]

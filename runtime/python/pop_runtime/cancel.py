@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pop_runtime.fixed_step import NOT_RECORDED, RECORDING
 from pop_runtime.sessions import onnxruntime
 
 
@@ -14,6 +15,7 @@ class Cancellation:
 
     def __init__(self) -> None:
         self.run_options = onnxruntime.RunOptions()
+        self.run_options.add_run_config_entry(RECORDING, NOT_RECORDED)  # sizes differ from run to run
 
     def cancel(self) -> None:
         """Set the flag."""

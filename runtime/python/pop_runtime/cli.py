@@ -46,6 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
     model = load(
         arguments.dir, arguments.threads, verify=not arguments.no_verify, low_memory=arguments.low_memory,
         ep=arguments.ep, device=arguments.device, engine=arguments.engine,
+        cuda_graphs=arguments.cuda_graphs,
     )  # fmt: skip
     if prompt is None:
         _chat(arguments, model)
@@ -153,6 +154,7 @@ def _result(model: Model, generation: Generation) -> dict[str, Any]:
         "ignored_settings": model.ignored_settings,
         "ep": model.sessions.target.ep,
         "device": model.sessions.target.device,
+        "cuda_graphs": model.sessions.target.cuda_graphs,
         "nodes_by_provider": model.sessions.nodes_by_provider,
     }
 

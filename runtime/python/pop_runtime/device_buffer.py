@@ -65,6 +65,19 @@ def address(buffer: Buffer) -> int:
     return buffer.pointer if isinstance(buffer, DeviceBuffer) else int(buffer.ctypes.data)
 
 
+def write(buffer: Buffer, values: np.ndarray) -> None:
+    """Put values of the buffer's shape and type into it; it stays where it is."""
+    if isinstance(buffer, DeviceBuffer):
+        buffer.owner.update_inplace(np.ascontiguousarray(values))
+    else:
+        buffer[:] = values
+
+
+def read(buffer: Buffer) -> np.ndarray:
+    """Return what is in a buffer: a copy of a device's memory, the array itself in the computer's own."""
+    return buffer.owner.numpy() if isinstance(buffer, DeviceBuffer) else buffer
+
+
 def copy_positions(target: dict[str, Buffer], source: dict[str, Buffer], num_positions: int, place: Place) -> None:
     """Copy the first positions of every buffer; between device buffers by way of the computer's own memory."""
     for name, buffer in source.items():

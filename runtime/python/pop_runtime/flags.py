@@ -102,6 +102,7 @@ def add_target_flags(parser: argparse._ActionsContainer) -> None:
         help="execution provider: cpu, cuda, tensorrt, nv-tensorrt-rtx or openvino (default cpu)")  # fmt: skip
     add("--device", type=int, default=0, metavar="N", help="which device of it (default 0)")
     add("--engine", action="store_true", help="run what pop-compile made for this machine")
+    add("--cuda-graphs", action="store_true", help="on --ep cuda, record a decode step once and replay it")
 
 
 def check_flags(arguments: argparse.Namespace) -> None:

@@ -12,9 +12,10 @@ from pop_runtime.cancel import Cancellation, Cancelled
 from pop_runtime.chain import BoundLink, ChainedBinding, ChainedSession
 from pop_runtime.device_buffer import Buffer, address, copy_positions, zeros
 from pop_runtime.errors import BackendError
+from pop_runtime.fixed_step import FixedStep
 from pop_runtime.manifest import Manifest
 from pop_runtime.providers import HOST, Place
-from pop_runtime.sessions import ORT_TYPES, backend_error, onnxruntime
+from pop_runtime.sessions import ORT_TYPES, SessionPair, backend_error, onnxruntime
 
 EMPTY, PRUNED, FULL = 0, 1, 2  # what a position of the cache holds
 _STORAGE: dict[str, type[np.generic]] = {  # numpy has no bfloat16: its bits
@@ -114,11 +115,13 @@ class BoundGraph:
         cache: its buffers are past and present at once, so a run updates them in place.
         name: the graph's file, for messages.
         has_logits: whether the graph gives logits.
+        fixed_steps: whether single tokens are fed from buffers that keep their place and size (`FixedStep`).
     """
 
     def __init__(
-        self, session: onnxruntime.InferenceSession | ChainedSession, cache: KvCache, name: str, has_logits: bool
-    ) -> None:
+        self, session: onnxruntime.InferenceSession | ChainedSession, cache: KvCache, name: str, has_logits: bool,
+        fixed_steps: bool = False,
+    ) -> None:  # fmt: skip
         manifest, self._cache, self._session, self._name = cache.manifest, cache, session, name
         self.binding = session.io_binding()
         cache.bind(self.binding)  # the binding does not keep the memory alive: `_cache` does
@@ -128,8 +131,12 @@ class BoundGraph:
         self._bound_tokens = 0
         self._logits: np.ndarray | None = None
         self._logits_kind = ""
+        self._never_cancelled = Cancellation()
         if has_logits:
             self._bind_logits()
+        self._step: FixedStep | None = None
+        if fixed_steps:
+            self._step = FixedStep(session, cache, (_STORAGE[self._logits_kind], _ONNX_TYPES[self._logits_kind]))
 
     @property
     def place(self) -> Place:
@@ -160,6 +167,9 @@ class BoundGraph:
             Cancelled: the run was cancelled.
         """
         total = int(lengths.max())
+        if self._step is not None and ids.shape[1] == 1:
+            self._run_step(self._step, ids, lengths, cancellation)
+            return
         mask = self._ones[:, :total]  # [1, T]
         if self._cache.batch > 1:
             mask = (np.arange(total) < lengths[:, None]).astype(np.int64)  # [B, T]
@@ -171,7 +181,17 @@ class BoundGraph:
                 self.binding.bind_cpu_input(self._ids_name, np.ascontiguousarray(ids))
                 self._bound_tokens = ids.shape[1]
             self.binding.bind_cpu_input(self._mask_name, mask)
-            self._session.run_with_iobinding(self.binding, None if cancellation is None else cancellation.run_options)
+            self._session.run_with_iobinding(self.binding, (cancellation or self._never_cancelled).run_options)
+
+    def _run_step(
+        self, step: FixedStep, ids: np.ndarray, lengths: np.ndarray, cancellation: Cancellation | None
+    ) -> None:
+        """Feed single tokens; a step that has begun is not broken off."""
+        assert self._logits is not None
+        if cancellation is not None:
+            cancellation.check()
+        with self._errors(1, int(lengths.max()), cancellation):
+            self._logits[:] = step.run(ids, lengths)
 
     def run_link(self, link: BoundLink, ids: np.ndarray, total: int, cancellation: Cancellation | None = None) -> None:
         """Run one link of a chain, whose hidden states are bound, over the new tokens of a single row.
@@ -185,7 +205,7 @@ class BoundGraph:
         with self._errors(ids.shape[1], total, cancellation):
             link.bind_cpu_input(self._ids_name, np.ascontiguousarray(ids))
             link.bind_cpu_input(self._mask_name, self._ones[:, :total])
-            link.run(None if cancellation is None else cancellation.run_options)
+            link.run((cancellation or self._never_cancelled).run_options)
 
     def forget_bound(self) -> None:
         """Bind everything but the KV buffers and logits anew before the next run: links were run by themselves."""
@@ -210,3 +230,14 @@ class BoundGraph:
         if self._logits_kind == "bfloat16":
             return (rows.astype(np.uint32) << 16).view(np.float32)
         return rows.astype(np.float32)
+
+
+def prefill_graph(sessions: SessionPair, cache: KvCache) -> BoundGraph:
+    """Return the prefill graph bound to a cache."""
+    return BoundGraph(sessions.prefill, cache, cache.manifest.prefill_graph, has_logits=False)
+
+
+def decode_graph(sessions: SessionPair, cache: KvCache) -> BoundGraph:
+    """Return the decode graph bound to a cache, in the way that the pair was opened for."""
+    name, fixed_steps = cache.manifest.decode_graph, sessions.target.cuda_graphs
+    return BoundGraph(sessions.decode, cache, name, has_logits=True, fixed_steps=fixed_steps)

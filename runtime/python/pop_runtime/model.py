@@ -35,7 +35,7 @@ Prompt = str | Items[Message] | Items[int]
 
 def load(
     folder: str | PathLike[str], threads: int | None = None, verify: bool = True, low_memory: bool = False,
-    ep: str = "cpu", device: int = 0, engine: bool = False,
+    ep: str = "cpu", device: int = 0, engine: bool = False, cuda_graphs: bool = False,
 ) -> Model:  # fmt: skip
     """Return the bundle in `folder`, ready to generate.
 
@@ -48,13 +48,15 @@ def load(
         ep: execution provider, a key of `providers.PROVIDERS`.
         device: number of its device.
         engine: run what `pop-compile` made for this provider on this machine; the TensorRT providers always do.
+        cuda_graphs: on provider "cuda", record a decode step once for each sequence and replay it.
 
     Raises:
-        UsageError: fewer than one thread, an unknown provider, or one that does not take the bundle's dialect.
+        UsageError: fewer than one thread, an unknown provider, or one that does not take the bundle's dialect or
+            `cuda_graphs`.
         ModelError: the folder is not a whole, unaltered bundle of a known format.
         BackendError: ONNX Runtime cannot load a graph, the provider or device is missing, or no engine fits.
     """
-    target = Target(ep, device)
+    target = Target(ep, device, cuda_graphs)
     path = Path(folder)
     manifest = read_manifest(path)
     with ThreadPoolExecutor(1) as beside, _verified(path, manifest) if verify else nullcontext():

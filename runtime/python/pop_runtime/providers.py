@@ -52,6 +52,7 @@ class Provider:
     options: OptionsOf
     cpu_operators: frozenset[str] = frozenset()  # operators that may run on the CPU beside it
     plugin: str | None = None  # Python module of a provider that comes as a package of its own
+    records_runs: str | None = None  # option of a session whose runs ONNX Runtime records and replays (CUDA graphs)
 
 
 def _no_options(device: int, precision: str | None, profiles: dict[str, Profile]) -> dict[str, str]:
@@ -104,6 +105,7 @@ PROVIDERS = {
     "cuda": Provider(
         "CUDAExecutionProvider", "pip install 'pop-export[gpu]' on a machine with an NVIDIA driver", "cuda",
         ("ort", "standard"), (), False, False, False, _cuda_options, SIZE_OPERATORS,
+        records_runs="enable_cuda_graph",
     ),
     "tensorrt": Provider(
         "TensorrtExecutionProvider", "pip install 'pop-export[gpu]' and NVIDIA's TensorRT 10.15 or newer", "cuda",
@@ -158,11 +160,15 @@ class Target:
 
     ep: str = "cpu"
     device: int = 0
+    cuda_graphs: bool = False  # decode steps are recorded once for each cache, and replayed
 
     def __post_init__(self) -> None:
         """Refuse a provider that is not in the table."""
         if self.ep not in PROVIDERS:
             raise UsageError(f"--ep: expected one of {', '.join(PROVIDERS)}, found {self.ep}")
+        if self.cuda_graphs and self.provider.records_runs is None:
+            able = " or ".join(name for name, provider in PROVIDERS.items() if provider.records_runs)
+            raise UsageError(f"--cuda-graphs: expected --ep {able}, found {self.ep}; leave it out")
         if self.device < 0 or (self.ep == "cpu" and self.device):
             raise UsageError(f"--device: expected {'0' if self.ep == 'cpu' else '0 or more'}, found {self.device}")
 

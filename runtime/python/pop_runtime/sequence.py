@@ -12,7 +12,7 @@ import numpy as np
 from pop_runtime.cancel import Cancellation
 from pop_runtime.errors import UsageError
 from pop_runtime.joined import joined_graphs
-from pop_runtime.kv_cache import EMPTY, FULL, PRUNED, BoundGraph, KvCache, grown_cache
+from pop_runtime.kv_cache import EMPTY, FULL, PRUNED, KvCache, decode_graph, grown_cache, prefill_graph
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.schedule import Stage, Stretch, plan_joined_turn, plan_turn
 from pop_runtime.sessions import SessionPair
@@ -39,9 +39,7 @@ class Sequence:
 
     def _bind(self, cache: KvCache) -> None:
         """Use this cache from now on."""
-        names = self._manifest
-        prefill = BoundGraph(self._sessions.prefill, cache, names.prefill_graph, has_logits=False)
-        decode = BoundGraph(self._sessions.decode, cache, names.decode_graph, has_logits=True)
+        prefill, decode = prefill_graph(self._sessions, cache), decode_graph(self._sessions, cache)
         self.cache, self._prefill, self._decode = cache, prefill, decode
         self._joined = joined_graphs(prefill, decode)
 

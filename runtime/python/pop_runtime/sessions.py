@@ -145,7 +145,8 @@ def open_graphs(
         opened = [graph_path(folder, name, engine) for name in names]
         weights = upload_shared(opened, folder / manifest.weights, place)
     for name, entries, has_logits in zip(names, (prefill, decode), (False, True), strict=True):
-        session = open_session(folder / name, threads, entries, target, manifest, engine, weights)
+        records = target.cuda_graphs and has_logits
+        session = open_session(folder / name, threads, entries, target, manifest, engine, weights, records)
         check_graph(session, manifest, str(folder / name), has_logits)
         sessions.append(session)
     nodes = {name: nodes_by_provider(session) for name, session in zip(names, sessions, strict=True)}
@@ -195,6 +196,7 @@ def open_session(
     manifest: Manifest | None = None,
     engine: Engine | None = None,
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
+    records: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Return a session for one graph file; the provider is the one asked for or none.
 
@@ -206,6 +208,7 @@ def open_session(
         manifest: of the bundle; needed with an engine.
         engine: its file of the same name is opened instead.
         weights: initializers that take the place of those in the file, by name; they have to outlive the session.
+        records: whether its runs are to be recorded, by a provider that can.
 
     Raises:
         ModelError: no such file.
@@ -227,12 +230,16 @@ def open_session(
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     content = graph if engine is None or target.provider.makes_context else Path(graph).read_bytes()
+    provider_options = target.provider.options(target.device, precision, profiles)
+    if records and target.provider.records_runs is not None:
+        provider_options[target.provider.records_runs] = "1"
     try:
-        return open_on(target, content, options, target.provider.options(target.device, precision, profiles))
+        return open_on(target, content, options, provider_options)
     except BackendError:
         raise
     except Exception as error:  # ONNX Runtime's errors share no base but Exception
-        raise backend_error(path.name, "a graph that ONNX Runtime loads", error) from error
+        expected = "a graph that ONNX Runtime loads" if not records else "a graph whose runs CUDA can record"
+        raise backend_error(path.name, expected, error, "leave out --cuda-graphs" if records else None) from error
 
 
 def session_options(threads: int, entries: Mapping[str, str]) -> onnxruntime.SessionOptions:
@@ -267,12 +274,10 @@ def _share_memory_pool() -> None:
         )
 
 
-def backend_error(place: str, expected: str, error: Exception) -> BackendError:
+def backend_error(place: str, expected: str, error: Exception, next_step: str | None = None) -> BackendError:
     """Return an error of ONNX Runtime as one line."""
-    return BackendError(
-        f"{place}: expected {expected}, found {' '.join(str(error).split())}; "
-        f"re-run pop-export, or change onnxruntime {onnxruntime.__version__}"
-    )
+    next_step = next_step or f"re-run pop-export, or change onnxruntime {onnxruntime.__version__}"
+    return BackendError(f"{place}: expected {expected}, found {' '.join(str(error).split())}; {next_step}")
 
 
 def check_graph(

@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> None:
         prefills=tuple(part.strip() for part in arguments.prefill.split(",")),
         peers=_peers(arguments.peers),
         low_memory=arguments.low_memory,
-        target=Target(arguments.ep, arguments.device),
+        target=Target(arguments.ep, arguments.device, arguments.cuda_graphs),
         compiled=arguments.engine,
         clock=arguments.clock,
         sink_tokens=arguments.sink_tokens,

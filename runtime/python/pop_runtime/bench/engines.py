@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pop_runtime.model import Model
+    from pop_runtime.providers import Target
 
 
 @dataclass(frozen=True)
@@ -63,21 +64,25 @@ class BundleEngine:
         compiled: run what pop-compile made.
         sink_tokens: first tokens at full depth; None: the bundle's.
         boundary_tokens: last prompt tokens at full depth; None: the bundle's.
+        cuda_graphs: as for `pop_runtime.load`.
     """
 
     def __init__(
         self, folder: Path, threads: int, low_memory: bool = False, graphs: str = "both", ep: str = "cpu",
         device: int = 0, compiled: bool = False, sink_tokens: int | None = None, boundary_tokens: int | None = None,
+        cuda_graphs: bool = False,
     ) -> None:  # fmt: skip
         from pop_runtime.model import load
+        from pop_runtime.providers import Target
         from pop_runtime.sequence import windows_in_force
 
         if graphs == "both":
             self._model = load(
-                folder, threads, verify=False, low_memory=low_memory, ep=ep, device=device, engine=compiled
-            )
+                folder, threads, verify=False, low_memory=low_memory, ep=ep, device=device, engine=compiled,
+                cuda_graphs=cuda_graphs,
+            )  # fmt: skip
         else:
-            self._model = _decode_alone(folder, threads, ep, device, compiled)
+            self._model = _decode_alone(folder, threads, Target(ep, device, cuda_graphs), compiled)
         self.nodes_by_provider = self._model.sessions.nodes_by_provider
         self._windows = windows_in_force(self._model.manifest, sink_tokens, boundary_tokens)
 
@@ -93,18 +98,20 @@ class BundleEngine:
         return tokens
 
 
-def _decode_alone(folder: Path, threads: int, ep: str, device: int, compiled: bool) -> Model:
+def _decode_alone(folder: Path, threads: int, target: Target, compiled: bool) -> Model:
     """Return a bundle of which the decode graph alone is loaded; it stands in for the prefill graph."""
     from pop_runtime.errors import ModelError
     from pop_runtime.manifest import read_manifest
     from pop_runtime.model import Model
-    from pop_runtime.providers import Place, Target
+    from pop_runtime.providers import Place
     from pop_runtime.sessions import DECODE_ENTRIES, SessionPair, engine_for, open_session
 
-    manifest, target = read_manifest(folder), Target(ep, device)
+    manifest = read_manifest(folder)
     built = engine_for(folder, manifest, target, compiled, verify=False)
-    alone = open_session(folder / manifest.decode_graph, threads, DECODE_ENTRIES, target, manifest, built)
-    place = Place(target.provider.memory, device, None if built is None else built.facts.shapes)
+    alone = open_session(
+        folder / manifest.decode_graph, threads, DECODE_ENTRIES, target, manifest, built, records=target.cuda_graphs
+    )
+    place = Place(target.provider.memory, target.device, None if built is None else built.facts.shapes)
     model = Model(folder, manifest, SessionPair(alone, alone, threads, target, place))
     with suppress(ModelError):  # `load` reads it too: both have it in memory, or neither
         _ = model.tokenizer

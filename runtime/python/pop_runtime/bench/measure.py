@@ -134,6 +134,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
         "low_memory": settings.low_memory,
         "ep": settings.target.ep,
         "device": settings.target.device,
+        "cuda_graphs": settings.target.cuda_graphs,
         "engines": engines,
         "missing": missing,
         "agreement": [dataclasses.asdict(found) for found in agreements],

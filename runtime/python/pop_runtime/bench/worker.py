@@ -56,7 +56,7 @@ def _load(spec: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
     if spec["engine"] == "bundle":
         import onnxruntime
 
-        names = ("low_memory", "graphs", "ep", "device", "compiled", "sink_tokens", "boundary_tokens")
+        names = ("low_memory", "graphs", "ep", "device", "compiled", "sink_tokens", "boundary_tokens", "cuda_graphs")
         engine = BundleEngine(path, threads, **{name: spec[name] for name in names})
         version = f"onnxruntime {onnxruntime.__version__}"
         return engine, {"version": version, "nodes_by_provider": engine.nodes_by_provider}
