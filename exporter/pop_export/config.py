@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pop_runtime.errors import UsageError
+from pop_runtime.manifest import Windows
 
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
@@ -130,6 +131,11 @@ class ExportConfig:
     def ratio(self) -> float:
         """Return the share of layers to skip where a ratio decides."""
         return DEFAULT_RATIO if self.prune_ratio is None else self.prune_ratio
+
+    @property
+    def windows(self) -> Windows:
+        """Return the tokens of each turn that run at full depth."""
+        return Windows(self.sink_tokens, self.boundary_tokens)
 
     @property
     def searches(self) -> bool:

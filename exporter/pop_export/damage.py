@@ -33,6 +33,11 @@ class Protocol:
     continuation_tokens: int = CONTINUATION_TOKENS
     windows: Windows = field(default_factory=Windows)
 
+    @property
+    def num_pruned(self) -> int:
+        """How many tokens of a prompt lie between sink and boundary; not above 0: no plan does any damage."""
+        return self.context_tokens - self.windows.sink_tokens - self.windows.boundary_tokens
+
 
 @dataclass(frozen=True)
 class Damage:

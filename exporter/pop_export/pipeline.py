@@ -34,7 +34,7 @@ from pop_export.half_precision import require_finite
 from pop_export.plan_lab import PlanLab, TrialSettings
 from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
 from pop_export.precision_damage import OriginalScores, original_scores, precision_damage, require_small_damage
-from pop_export.quality import fit_summary, measuring_text, quality_summary
+from pop_export.quality import MeasuringText, fit_summary, measuring_text, quality_summary, require_pruned_prompt
 from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit
 from pop_export.report import build_report, write_json
@@ -53,7 +53,7 @@ from pop_export.verify import (
     verify_last_layer,
     verify_quantized,
 )
-from pop_runtime.manifest import KvLayer, Manifest, Plan, Windows, describe_files, write_manifest
+from pop_runtime.manifest import KvLayer, Manifest, Plan, describe_files, write_manifest
 from pop_runtime.model import Model
 from pop_runtime.sessions import SessionPair, open_graphs, open_pair, visible_cores
 
@@ -88,7 +88,7 @@ def export(config: ExportConfig) -> Bundle:
     require_precision(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    watch = _Stopwatch()
+    watch, windows = _Stopwatch(), config.windows
     with watch.stage("load", f"loading {config.model}"):
         checkpoint = load_checkpoint(
             config.model,
@@ -99,18 +99,23 @@ def export(config: ExportConfig) -> Bundle:
         kv_layers = kv_layout(checkpoint.model)
         num_weights = sum(parameter.numel() for parameter in checkpoint.model.parameters())
         check_space(config.out, num_weights * NUM_BITS[config.precision] // 8)
-    with watch.stage("calibrate", "calibrating"):
+        require_pruned_prompt(min(config.refit_length, max_positions_of(checkpoint.model)), windows)
+    with watch.stage("calibration_text", "gathering text to calibrate on"):
         samples = _samples(config, checkpoint)
-        calibration = _calibration(config, checkpoint, samples)
-    with watch.stage("fitting_text", "gathering text to fit on"):
-        text = fitting_text(config, checkpoint)
-    choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, text, watch)
-    original = _original_scores(config, checkpoint, fitted.plan, samples)
-    prompt = _verification_text(checkpoint, samples)
-    with watch.stage("build", "building the graphs"), traced_weights(config, checkpoint.model):
+        prompt = _verification_text(checkpoint, samples)
+    # before calibration and fits: code that cannot be traced is found within seconds, not after minutes
+    with watch.stage("build", "building the decode graph"), traced_weights(config, checkpoint.model):
         if config.precision in HALF:
             require_finite(checkpoint.model, prompt)
         decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
+    with watch.stage("calibrate", "calibrating"):
+        calibration = _calibration(config, checkpoint, samples)
+    with watch.stage("fitting_text", "gathering text to fit on"):
+        text = fitting_text(config, checkpoint)
+        aside = measuring_text(text.corpus, windows)
+    choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, text, aside, watch)
+    original = _original_scores(config, checkpoint, fitted.plan, aside)
+    with watch.stage("cut", "cutting the prefill graph"):
         prefill = cut_prefill_graph(decode, fitted.plan)
     with watch.stage("precision", "storing weights"):
         stored = store_precision(config, checkpoint.model, decode, prefill, text.fitting)
@@ -159,6 +164,7 @@ def _planned(
     kv_layers: tuple[KvLayer, ...],
     calibration: Calibration,
     text: FittingText,
+    aside: MeasuringText,
     watch: _Stopwatch,
 ) -> tuple[Choice, PrefillFit, dict[str, Any]]:
     """Return the layers to skip, the plan fitted for them, and what report.json says of both.
@@ -166,20 +172,14 @@ def _planned(
     The full model's passes over the texts, a gigabyte or more, end with this function.
     """
     with watch.stage("select", "choosing layers"):
-        lab = _lab(config, checkpoint, kv_layers, text)
+        settings = TrialSettings(config.refit, config.uses_surrogates, aside.protocol)
+        lab = PlanLab(checkpoint.model, kv_layers, text.fitting, text.judging, aside.by_source, settings)
         choice = choose_plan(config, lab, calibration.prefill.importance)
     with watch.stage("refit", "fitting the prefill to the full model"):
         fitted = lab.fit(choice.skipped_layers, config.tune_steps, config.seed)
     with watch.stage("quality", "measuring damage"):
         measured = _measured(lab, choice, fitted, text.description, watch.seconds["refit"])
     return choice, fitted, measured
-
-
-def _lab(config: ExportConfig, checkpoint: Checkpoint, kv_layers: tuple[KvLayer, ...], text: FittingText) -> PlanLab:
-    """Return what plans are tried with: text to fit on, text kept aside, and what a plan may use."""
-    held_out, protocol = measuring_text(text.corpus, Windows(config.sink_tokens, config.boundary_tokens))
-    settings = TrialSettings(config.refit, config.uses_surrogates, protocol)
-    return PlanLab(checkpoint.model, kv_layers, text.fitting, text.judging, held_out, settings)
 
 
 def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, refit_seconds: float) -> dict[str, Any]:
@@ -233,13 +233,12 @@ def _verification_text(checkpoint: Checkpoint, samples: Samples) -> list[int]:
 
 
 def _original_scores(
-    config: ExportConfig, checkpoint: Checkpoint, plan: PrefillPlan, samples: Samples
+    config: ExportConfig, checkpoint: Checkpoint, plan: PrefillPlan, aside: MeasuringText
 ) -> OriginalScores | None:
     """Return what the checkpoint predicts before its weights are changed; None where they are not."""
     if config.precision == "fp32":
         return None
-    windows = Windows(config.sink_tokens, config.boundary_tokens)
-    return original_scores(checkpoint.model, plan, samples.held_out or samples.ids, windows)
+    return original_scores(checkpoint.model, plan, aside.windows, aside.protocol)
 
 
 def _verified(
@@ -282,7 +281,7 @@ def _manifest(
             refitted_layers=fitted.refitted_layers,
             surrogate_layers=tuple(sorted(fitted.plan.surrogates)),
         ),
-        windows=Windows(config.sink_tokens, config.boundary_tokens),
+        windows=config.windows,
         kv_dtype=stored.kv_dtype,
         kv_layers=kv_layers,
         precision=stored.name,

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pop_export.damage import Protocol
 from pop_export.decoder import cache_argument, position_arguments
 from pop_export.reference import PrefillPlan, Reference
 from pop_runtime import sequence as runtime_sequence
 from pop_runtime.errors import GateError
 from pop_runtime.kv_cache import allocate_cache
-from pop_runtime.manifest import Manifest, Windows
+from pop_runtime.manifest import Manifest
 from pop_runtime.schedule import Stretch, plan_turn
 from pop_runtime.sessions import SessionPair
 
@@ -50,20 +51,20 @@ class OriginalScores:
 
 
 def original_scores(
-    model: PreTrainedModel, plan: PrefillPlan, samples: Sequence[np.ndarray], windows: Windows
+    model: PreTrainedModel, plan: PrefillPlan, windows: Sequence[np.ndarray], protocol: Protocol
 ) -> OriginalScores:
     """Return what the original model predicts after the first part of each window, read whole and with the plan.
 
     Args:
         model: causal LM in fp32.
         plan: what prefill leaves out.
-        samples: windows of token ids, each at least 3 long.
-        windows: sink and boundary of the prompts.
+        windows: token ids, all of the protocol's length; no more than MAX_WINDOWS are used.
+        protocol: lengths of prompt and continuation, of which no more than MAX_SCORED_TOKENS are used.
     """
-    length = min(len(sample) for sample in samples)
-    num_prompt = max(2, length // 2, length + 1 - MAX_SCORED_TOKENS)
-    texts = [sample[:length].tolist() for sample in samples[:MAX_WINDOWS]]
-    stretches = tuple(plan_turn(0, num_prompt, windows, num_prompt))
+    num_prompt = protocol.context_tokens
+    length = num_prompt + min(protocol.continuation_tokens, MAX_SCORED_TOKENS) - 1  # the last token is never fed
+    texts = [window[:length].tolist() for window in windows[:MAX_WINDOWS]]
+    stretches = tuple(plan_turn(0, num_prompt, protocol.windows, num_prompt))
     full = [_model_scores(model, plan, ids, [Stretch(0, num_prompt, "decode")]) for ids in texts]
     pruned = [_model_scores(model, plan, ids, stretches) for ids in texts]
     return OriginalScores(texts, num_prompt, stretches, full, pruned)

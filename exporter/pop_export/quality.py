@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,65 @@ from pop_export.damage import Damage, Protocol
 from pop_export.plan_lab import Point
 from pop_export.refit import FitRecord, PrefillFit
 from pop_export.ridge import RIDGES
+from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Windows
 
 
-def measuring_text(samples: Samples, windows: Windows) -> tuple[dict[str, list[np.ndarray]], Protocol]:
-    """Return the windows kept aside by source, the longest ones alone, and the protocol that fits their length.
+@dataclass(frozen=True)
+class MeasuringText:
+    """Text kept aside, and how damage is measured on it."""
+
+    by_source: dict[str, list[np.ndarray]]  # token ids, all of the protocol's length
+    protocol: Protocol
+
+    @property
+    def windows(self) -> list[np.ndarray]:
+        """The windows of all sources."""
+        return [window for windows in self.by_source.values() for window in windows]
+
+
+def measuring_text(samples: Samples, windows: Windows) -> MeasuringText:
+    """Return the windows kept aside that are at least half as long as the longest, cut to the shortest of them.
 
     Three quarters of a window are the prompt, the rest the continuation: 384 and 128 of 512 tokens.
+
+    Raises:
+        UsageError: as `require_pruned_prompt`, for the longest.
     """
-    longest = max(len(window) for window in samples.held_out)
+    lengths = [len(window) for window in samples.held_out]
+    longest = max(lengths)
+    require_pruned_prompt(longest, windows)
+    length = min(length for length in lengths if length >= longest / 2 and _protocol(length, windows).num_pruned > 0)
     by_source: dict[str, list[np.ndarray]] = {}
     for window, source in zip(samples.held_out, samples.held_out_sources, strict=True):
-        if len(window) == longest:
-            by_source.setdefault(source, []).append(window)
-    continuation = max(1, longest // 4)
-    return by_source, Protocol(longest - continuation, continuation, windows)
+        if len(window) >= length:
+            by_source.setdefault(source, []).append(window[:length])
+    return MeasuringText(by_source, _protocol(length, windows))
+
+
+def require_pruned_prompt(length: int, windows: Windows) -> None:
+    """Refuse windows that cover the prompts which damage is measured on: no plan would show any.
+
+    Args:
+        length: tokens of a window of text, prompt and continuation.
+        windows: sink and boundary.
+
+    Raises:
+        UsageError: they leave nothing of such a prompt to prune.
+    """
+    protocol = _protocol(length, windows)
+    if protocol.num_pruned < 1:
+        raise UsageError(
+            f"--sink-tokens {windows.sink_tokens} --boundary-tokens {windows.boundary_tokens}: expected fewer than the "
+            f"{protocol.context_tokens} tokens of the prompts that damage is measured on, found "
+            f"{windows.sink_tokens + windows.boundary_tokens}; lower them, raise --refit-length, or give longer texts"
+        )
+
+
+def _protocol(length: int, windows: Windows) -> Protocol:
+    """Return the protocol for windows of text of this length."""
+    continuation = max(1, length // 4)
+    return Protocol(length - continuation, continuation, windows)
 
 
 def fit_summary(fitted: PrefillFit, text: str, seconds: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pop_runtime
 from pop_export import ExportConfig, pipeline, speed
 from pop_export.cli import main
 from pop_export.reference import PrefillPlan
-from pop_runtime.errors import GateError, UsageError
+from pop_runtime.errors import GateError, ModelError, UsageError
 from pop_runtime.manifest import read_manifest, verify_files
 from tests.exporter.conftest import TINY_PLAN
 from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
@@ -176,7 +176,8 @@ def test_no_tokenizer_is_one_line_and_exit_3(tmp_path, capsys):
 def test_a_model_of_few_positions_is_calibrated_and_verified_within_them(tmp_path, capsys):
     config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 24, "num_hidden_layers": 2})
     save_checkpoint(tmp_path / "short", tiny_model(config))
-    assert _exit("--model", tmp_path / "short", "--out", tmp_path / "out", "--calibration-samples", 2) == 0
+    flags = ("--calibration-samples", 2, "--boundary-tokens", 4)
+    assert _exit("--model", tmp_path / "short", "--out", tmp_path / "out", *flags) == 0
     assert json.loads((tmp_path / "out" / "report.json").read_text())["verification"]["num_prompt_tokens"] == 16
 
 
@@ -210,3 +211,19 @@ def test_help_does_not_wait_for_torch():
 def test_every_setting_has_a_flag(capsys):
     flags = {action.dest for action in __import__("pop_export.cli", fromlist=["parser"]).parser()._actions}
     assert set(ExportConfig.__dataclass_fields__) - flags == {"calibration_batch"}  # changes no result
+
+
+def test_code_that_cannot_be_traced_is_found_before_anything_is_measured(quick_export, monkeypatch):
+    def refuse(*_):
+        raise ModelError("TinyForCausalLM: its code cannot be traced into a graph")
+
+    monkeypatch.setattr(pipeline, "build_decode_graph", refuse)
+    monkeypatch.setattr(pipeline, "calibrate", lambda *_, **__: pytest.fail("calibrated first"))
+    with pytest.raises(ModelError, match="cannot be traced"):
+        quick_export()
+
+
+def test_windows_that_leave_nothing_to_measure_are_refused_before_any_work(quick_export, monkeypatch):
+    monkeypatch.setattr(pipeline, "build_decode_graph", lambda *_: pytest.fail("built first"))
+    with pytest.raises(UsageError, match=r"--boundary-tokens 400: expected fewer than the .* tokens of the prompts"):
+        quick_export(boundary_tokens=400)

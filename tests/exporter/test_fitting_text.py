@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from pop_export.calibration import sources
+from pop_export.calibration.corpus import Samples
 from pop_export.calibration.fitting_text import fitting_text
 from pop_export.calibration.self_text import self_text
 from pop_export.checkpoint import Checkpoint
@@ -73,11 +74,35 @@ def test_a_corpus_of_the_users_takes_the_place_of_the_default_one(checkpoint, tm
     assert "pydoc" not in text.description and "docstrings" not in text.description
 
 
-def test_damage_is_measured_on_the_longest_windows_kept_aside_by_source(checkpoint):
+def test_damage_is_measured_on_windows_kept_aside_by_source(checkpoint):
     corpus = fitting_text(config(), checkpoint).corpus
-    windows, protocol = measuring_text(corpus, Windows(2, 3))
-    assert protocol == Protocol(48, 16, Windows(2, 3))
-    assert sorted(map(len, windows.values())) == [4, 4] and all("default corpus" in source for source in windows)
+    found = measuring_text(corpus, Windows(2, 3))
+    assert found.protocol == Protocol(48, 16, Windows(2, 3))
+    assert sorted(map(len, found.by_source.values())) == [4, 4]
+    assert all("default corpus" in source for source in found.by_source)
+
+
+def _aside(*lengths):
+    windows = tuple(np.arange(length) for length in lengths)
+    return Samples(windows[:1], windows, "notes", "", tuple("ab"[index % 2] for index in range(len(lengths))))
+
+
+def test_unequal_windows_are_cut_to_a_common_length_and_much_shorter_ones_left_out():
+    found = measuring_text(_aside(100, 31, 60, 88), Windows(2, 3))
+    assert found.protocol == Protocol(45, 15, Windows(2, 3))
+    assert {source: [len(window) for window in windows] for source, windows in found.by_source.items()} == {
+        "a": [60, 60],
+        "b": [60],
+    }
+    longer = measuring_text(_aside(100, 60, 88), Windows(4, 50))  # 60 would leave nothing to prune
+    assert [len(window) for window in longer.windows] == [88, 88]
+
+
+def test_windows_that_cover_the_prompts_are_refused_since_no_plan_would_show_damage():
+    message = "--sink-tokens 4 --boundary-tokens 71: expected fewer than the 75 tokens .* found 75; lower them"
+    with pytest.raises(UsageError, match=message):
+        measuring_text(_aside(100, 60), Windows(4, 71))
+    assert measuring_text(_aside(100, 60), Windows(4, 70)).protocol.num_pruned == 1
 
 
 def test_a_python_without_library_source_says_so(monkeypatch):
