@@ -17,7 +17,7 @@ import pytest
 import pop_runtime
 from pop_runtime.cli import main
 from pop_runtime.manifest import Plan, Windows
-from tests.runtime.conftest import chat_files
+from tests.runtime.conftest import CHAT_TEMPLATE, chat_files
 from tests.runtime.tiny_bundle import SKIPPED, L, Twin, make_bundle, tiny_weights
 
 
@@ -222,6 +222,33 @@ def test_an_interrupt_at_a_terminal_ends_the_answer_and_not_the_chat(
     turns = json.loads(capsys.readouterr().out)["turns"]
     assert [(turn["stop_reason"], turn["num_new_tokens"]) for turn in turns] == [("cancelled", 2), ("length", 5)]
     assert interrupt["due"] == 1
+
+
+def test_a_message_whose_reading_is_interrupted_is_forgotten_and_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the message stayed pending, so that this template refused the next one, and --stats ended in a TypeError
+    alternating = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
+    )
+    folder = make_bundle(tmp_path, text_files=chat_files(alternating))
+    advance, interrupts = pop_runtime.Generation._advance, iter([False, True])
+
+    def interrupted(self: pop_runtime.Generation) -> None:
+        if not self.tokens and next(interrupts, False):
+            raise KeyboardInterrupt
+        advance(self)
+
+    lines = iter(["a", "b", "c"])
+    monkeypatch.setattr(pop_runtime.Generation, "_advance", interrupted)
+    _stdin(monkeypatch, b"", is_terminal=True)
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, "/exit"))
+    assert main([str(folder), "--chat", "--max-new-tokens", "2", "--ignore-eos", "--threads", "1", "--stats"]) == 0
+    error = capsys.readouterr().err
+    assert error.count("pop-run: note: broken off before the answer began: the message is forgotten\n") == 1
+    assert error.count("time to first token  - (") == 1 and "stopped by cancelled" in error
+    assert "roles must alternate" not in error and error.count("stopped by length") == 2
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,14 +157,19 @@ std::string stats_text(const pop::Answer& answer) {
     std::ostringstream text;
     text.setf(std::ios::fixed);
     text.precision(1);
-    text << "time to first token  " << stats.time_to_first_token_ms.value_or(0) << " ms (" << stats.num_prompt_tokens
-         << " prompt tokens, " << stats.num_pruned_tokens << " through the pruned graph)\n"
+    const auto put = [&](const std::optional<double>& number, const char* unit) {
+        if (number) {
+            text << *number << unit;
+        } else {
+            text << "-";
+        }
+    };
+    text << "time to first token  ";
+    put(stats.time_to_first_token_ms, " ms");
+    text << " (" << stats.num_prompt_tokens << " prompt tokens, " << stats.num_pruned_tokens
+         << " through the pruned graph)\n"
          << "decode               ";
-    if (stats.tokens_per_second) {
-        text << *stats.tokens_per_second << " tokens/s";
-    } else {
-        text << "-";
-    }
+    put(stats.tokens_per_second, " tokens/s");
     text << " (" << stats.num_new_tokens << " new tokens, stopped by " << name_of(answer.stop_reason) << ")\n"
          << "settings            ";
     const auto settings = json_of(answer.settings);

@@ -56,6 +56,9 @@ def chat(
             )
         _answer(generation, shows_text, is_terminal)
         answered(generation)
+        if generation.stop_reason == "cancelled" and not generation.tokens:
+            conversation.undo()  # many templates refuse the next message behind one that has no answer
+            print("pop-run: note: broken off before the answer began: the message is forgotten", file=sys.stderr)
 
 
 def _answer(generation: Generation, shows_text: bool, is_terminal: bool) -> None:

@@ -172,6 +172,7 @@ def _logprobs(generation: Generation) -> list[dict[str, Any]] | None:
 def _stats_text(model: Model, generation: Generation) -> str:
     """Return what --stats prints."""
     stats = generation.stats
+    first = "-" if stats.time_to_first_token_ms is None else f"{stats.time_to_first_token_ms:.1f} ms"
     speed = "-" if stats.tokens_per_second is None else f"{stats.tokens_per_second:.1f} tokens/s"
     settings = " ".join(f"{name}={value}" for name, value in stats.settings.items())
     nodes = "; ".join(
@@ -179,7 +180,7 @@ def _stats_text(model: Model, generation: Generation) -> str:
         for graph, counts in model.sessions.nodes_by_provider.items()
     )
     return (
-        f"time to first token  {stats.time_to_first_token_ms:.1f} ms "
+        f"time to first token  {first} "
         f"({stats.num_prompt_tokens} prompt tokens, {stats.num_pruned_tokens} through the pruned graph)\n"
         f"decode               {speed} ({stats.num_new_tokens} new tokens, stopped by {generation.stop_reason})\n"
         f"settings             {settings}\n"
