@@ -344,6 +344,45 @@ def test_flags_that_cannot_be_are_refused_by_the_parser(bundle: Path, arguments:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["--chat", "--system", "\udcff"], "prompt, message 0"),
+        (["--prompt", "hi", "--system", "\udcff"], "prompt, message 0"),
+        (["--prompt", "\udcff"], "prompt, message 0"),
+        (["--prompt", "\udcff", "--raw"], "prompt"),
+        (["--prompt", "hi", "--stop", "\udcff"], "stop"),
+    ],
+)
+def test_text_on_the_command_line_that_is_not_utf_8_is_a_usage_error(
+    chat_bundle: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    place: str,
+) -> None:
+    _stdin(monkeypatch, b"hi\n")
+    assert main([str(chat_bundle), *arguments]) == 2
+    message = f"{place}: expected UTF-8 text, found '\\udcff' at 0; change it or leave it out"
+    assert capsys.readouterr().err == f"pop-run: error: {message}\n"
+
+
+def test_a_closed_stdin_has_no_lines_to_chat_with(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main([str(chat_bundle), "--chat"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "pop-run: error: stdin: expected lines of text for --chat, found it closed"
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--stats"], ["--json"]])
+def test_a_closed_stdout_is_no_error(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([str(chat_bundle), "--prompt", "hi", "--max-new-tokens", "2", *flags]) == 0
+
+
 def test_a_folder_that_is_no_bundle_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--ids", "5", "--json"]) == 3
     assert "expected a bundle's manifest, found none" in capsys.readouterr().err

@@ -31,8 +31,10 @@ def chat(
         answered: is told of each finished answer.
 
     Raises:
-        UsageError: stdin is not UTF-8, or a piped line was refused.
+        UsageError: stdin is closed or not UTF-8, or a piped line was refused.
     """
+    if sys.stdin is None:
+        raise UsageError("stdin: expected lines of text for --chat, found it closed; give some, or --prompt")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"pop-run: {HELP}", file=sys.stderr)

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
         _run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing happens where stdout is closed
     except PopError as error:
         print(f"pop-run: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -59,9 +59,7 @@ def _run(arguments: argparse.Namespace) -> None:
     for token in generation:
         if not arguments.json:
             print(token.text, end="", flush=True)
-    if arguments.stats:
-        sys.stdout.flush()
-    print(json.dumps(_result(model, generation)) if arguments.json else "")
+    print(json.dumps(_result(model, generation)) if arguments.json else "", flush=True)
     if arguments.stats:
         print(_stats_text(model, generation), file=sys.stderr)
 

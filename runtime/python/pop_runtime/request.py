@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.errors import ModelError, PopError, UsageError
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.sampling import SamplingSettings, settings_in_force
 from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_chunk, check_prefill, windows_in_force
+from pop_runtime.text import check_text
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -175,18 +176,21 @@ def _stop(defaults: Defaults, options: Options) -> tuple[str, ...]:
     """Return the stop strings in force; those of generation_config.json need a tokenizer to have any effect."""
     given = options.get("stop")
     if given is not None:
-        if not defaults.has_tokenizer:
+        strings = _strings(given, "stop", UsageError)
+        if strings and not defaults.has_tokenizer:
             raise UsageError("stop: expected a tokenizer to match text with, found none; end at ids instead")
-        return _strings(given, "stop", UsageError)
+        return strings
     stored = defaults.generation_config.get("stop_strings")
     if stored is None or not defaults.has_tokenizer:
         return ()
     return _strings(stored, "generation_config.json, stop_strings", ModelError)
 
 
-def _strings(value: object, place: str, error: type[Exception]) -> tuple[str, ...]:
+def _strings(value: object, place: str, error: type[PopError]) -> tuple[str, ...]:
     """Return one string or several as a tuple."""
     strings = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
     if not all(isinstance(string, str) and string for string in strings):
         raise error(f"{place}: expected text that is not empty, found {value!r}; change it or leave it out")
+    for string in strings:
+        check_text(string, place, error)
     return tuple(strings)
