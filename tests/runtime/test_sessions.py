@@ -21,9 +21,10 @@ import pytest
 import pop_runtime
 from pop_runtime import kv_cache, open_provider, sessions
 from pop_runtime.errors import BackendError, ModelError, UsageError
+from pop_runtime.graph_check import check_graph
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import KvLayer, read_manifest
-from pop_runtime.sessions import check_graph, open_pair, visible_cores
+from pop_runtime.sessions import open_pair, visible_cores
 from tests.runtime.tiny_bundle import make_bundle
 
 PROMPT = [5, 9, 200, 31]

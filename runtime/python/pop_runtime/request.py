@@ -188,7 +188,7 @@ def _stop(defaults: Defaults, options: Options) -> tuple[str, ...]:
 
 def _strings(value: object, place: str, error: type[PopError]) -> tuple[str, ...]:
     """Return one string or several as a tuple."""
-    strings = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
+    strings: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
     if not all(isinstance(string, str) and string for string in strings):
         raise error(f"{place}: expected text that is not empty, found {value!r}; change it or leave it out")
     for string in strings:
