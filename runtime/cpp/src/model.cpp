@@ -192,6 +192,9 @@ Model Model::load(const std::filesystem::path& folder, const LoadOptions& option
     auto ignored = internal::unknown_settings(config);
     std::optional<internal::ByteLevelDecoder> decoder;
     if (manifest.tokenizer) decoder = internal::ByteLevelDecoder::open(folder / *manifest.tokenizer);
+    const auto stop_strings = config.value("stop_strings", internal::Json());
+    const bool has_stop_strings = !stop_strings.empty() && stop_strings != "";
+    if (has_stop_strings && !decoder) ignored.emplace_back("stop_strings");
     auto sessions = internal::open_pair(folder, manifest, options);
     return Model(std::make_shared<const Impl>(Impl{folder, std::move(manifest), std::move(config), std::move(ignored),
                                                    std::move(decoder), std::move(sessions)}));
