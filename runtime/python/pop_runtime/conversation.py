@@ -79,7 +79,7 @@ class Conversation:
         """For each position in the cache, which graph wrote it; the last token of an answer is not in it yet."""
         return tuple("pruned" if depth == PRUNED else "full" for depth in self._sequence.depth)
 
-    def append(self, prompt: Prompt | Message, raw: bool = False) -> None:
+    def append(self, prompt: Prompt, raw: bool = False) -> None:
         """Add to what the next `generate` reads.
 
         Args:
@@ -91,7 +91,7 @@ class Conversation:
                 refuses, or more tokens than fit; the conversation is what it was before.
         """
         self._leave_generation()
-        content: Prompt = [prompt] if isinstance(prompt, Mapping) else prompt
+        content: str | Items[Message] | Items[int] = [prompt] if isinstance(prompt, Mapping) else prompt
         if isinstance(content, str) and not raw and self._model.chat_template is not None:
             content = [{"role": "user", "content": content}]
         is_messages = not isinstance(content, str) and len(content) > 0 and isinstance(content[0], Mapping)
