@@ -73,7 +73,7 @@ def test_log_probabilities_are_those_of_python(
 
 
 def test_without_json_the_ids_stream_and_stats_go_to_stderr(bundle: Path, pop_run: PopRun) -> None:
-    flags = (bundle, "--ids", "5 6,7", "--max-new-tokens", 4, "--ignore-eos")
+    flags = (bundle, "--ids", "5\n6,\t7", "--max-new-tokens", 4, "--ignore-eos")
     wanted = pop_run(*flags, "--json").json["new_token_ids"]
     done = pop_run(*flags, "--stats")
     assert done.out == ids_text(wanted) + "\n"
@@ -101,7 +101,19 @@ def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
         (["--ids", "-1"], "expected an id of 0..299, found -1"),
         (["--ids", ",".join(["5"] * 64)], "expected fewer than 64 tokens"),
         (["--ids", "5", "--prompt", "x"], "excludes"),
-        (["--ids", "5", "--system", "x"], "--system"),
+        (
+            ["--ids", "5", "--system", "x"],
+            "--system: expected a prompt for the chat template, found --ids; leave one out",
+        ),
+        (["--ids", "5", "--raw"], "--raw: expected a prompt of text, found --ids; leave one out"),
+        (
+            ["--ids", "5", "--prefill", "full", "--sink-tokens", "4"],
+            "--sink-tokens: expected --prefill pop, found full",
+        ),
+        (["--ids", "5", "--prefill", "full", "--boundary-tokens", "4"], "--boundary-tokens: expected --prefill pop"),
+        (["--ids", "5 +6"], "--ids: expected whole numbers such as 5,6,7, found '5 +6'"),
+        (["--ids", "5", "--seed", "-1"], "--seed"),
+        (["--ids", "5", "--seed", "18446744073709551616"], "--seed"),
         (["--ids", "5", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
         (["--ids", "5", "--prefill", "half"], "--prefill"),
         (["--ids", "5", "--prefill-chunk-tokens", "0"], "prefill_chunk_tokens: expected at least 1"),
@@ -217,7 +229,7 @@ def test_a_sink_below_that_of_a_fit_is_refused(altered: Path, pop_run: PopRun) -
     _edit(altered, fit)
     done = pop_run(altered, "--ids", "5,6,7,8,9,10", "--sink-tokens", 3)
     assert done.code == 2 and "sink_tokens: expected at least 4" in done.err
-    for flags in (("--sink-tokens", 5), ("--sink-tokens", 0, "--prefill", "full")):
+    for flags in (("--sink-tokens", 5), ("--prefill", "full")):
         assert pop_run(altered, "--ids", "5,6,7,8,9,10", "--json", *flags).code == 0
 
 

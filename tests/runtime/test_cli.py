@@ -53,7 +53,7 @@ def test_json_holds_ids_text_reason_and_speed(chat_bundle: Path, capsys: pytest.
 @pytest.mark.parametrize("prefill", ["pop", "full"])
 def test_ids_need_no_tokenizer(bundle: Path, capsys: pytest.CaptureFixture[str], prefill: str) -> None:
     result = _json(
-        capsys, str(bundle), "--ids", "5,6, 7", "--max-new-tokens", "6", "--prefill", prefill, "--ignore-eos"
+        capsys, str(bundle), "--ids", "5,6,\n\t7", "--max-new-tokens", "6", "--prefill", prefill, "--ignore-eos"
     )
     pruned = [prefill == "pop"] * 2 + [False]
     assert result["new_token_ids"] == Twin(tiny_weights()).greedy([5, 6, 7], 6, pruned)
@@ -132,7 +132,7 @@ def test_a_sink_that_the_fit_does_not_cover_is_exit_2(tmp_path: Path, capsys: py
     folder = make_bundle(tmp_path, plan=Plan(L, SKIPPED, "user", SKIPPED), windows=Windows(4, 2))
     assert main([str(folder), "--ids", "5,6", "--json", "--sink-tokens", "0"]) == 2
     assert "sink_tokens: expected at least 4, found 0" in capsys.readouterr().err
-    assert _json(capsys, str(folder), "--ids", "5,6", "--sink-tokens", "0", "--prefill", "full")["new_token_ids"]
+    assert main([str(folder), "--ids", "5,6", "--json", "--sink-tokens", "4"]) == 0
 
 
 # Chat
@@ -298,6 +298,16 @@ def test_a_system_message_stands_before_the_prompt(
         (["--ids", "5", "--json", "--threads", "0"], "threads: expected at least 1"),
         (["--ids", "5", "--json", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
         (["--ids", "5", "--system", "x"], "--system: expected a prompt for the chat template"),
+        (["--ids", "5", "--raw"], "--raw: expected a prompt of text, found --ids; leave one out"),
+        (
+            ["--ids", "5", "--prefill", "full", "--sink-tokens", "4"],
+            "--sink-tokens: expected --prefill pop, found full",
+        ),
+        (["--ids", "5", "--prefill", "full", "--boundary-tokens", "4"], "--boundary-tokens: expected --prefill pop"),
+        (["--ids", "5 +6"], "--ids: expected whole numbers such as 5,6,7, found '5 +6'"),
+        (["--ids", "1_0"], "--ids: expected whole numbers"),
+        (["--ids", "-1"], "prompt, token 0: expected an id of 0..299, found -1"),
+        (["--ids", "5,99999999999999999999"], "--ids: expected whole numbers"),
         (["--prompt", "hi", "--raw", "--system", "x"], "--system: expected a prompt for the chat template"),
         (["--chat", "--raw"], "--chat: expected messages for the chat template"),
         (["--chat"], "expected a chat template for --chat, found none"),

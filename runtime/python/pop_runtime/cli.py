@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -95,10 +96,10 @@ def _chat(arguments: argparse.Namespace, model: Model) -> None:
 def _prompt(arguments: argparse.Namespace) -> Prompt:
     """Return the prompt that the flags, or stdin, give."""
     if arguments.ids is not None:
-        try:
-            return [int(part) for part in arguments.ids.replace(",", " ").split()]
-        except ValueError as error:
-            raise UsageError(f"--ids: expected whole numbers such as 5,6,7, found {arguments.ids!r}") from error
+        parts = arguments.ids.replace(",", " ").split()
+        if not all(re.fullmatch("-?[0-9]{1,18}", part) for part in parts):  # int() takes "+5" and "1_0" too
+            raise UsageError(f"--ids: expected whole numbers such as 5,6,7, found {arguments.ids!r}")
+        return [int(part) for part in parts]
     text = arguments.prompt if arguments.prompt is not None else _read_stdin()
     if arguments.system is None:
         return text

@@ -79,14 +79,16 @@ def open_pair(
         engine: what `pop-compile` made for it, in place of the bundle's graphs.
 
     Raises:
-        UsageError: fewer than one thread.
+        UsageError: fewer than one thread, or `low_memory` with an engine.
         ModelError: a graph is missing, or its inputs and outputs are not those of the manifest.
         BackendError: ONNX Runtime cannot load a graph, or not on the target alone.
     """
     if threads is not None and threads < 1:
         raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
+    if low_memory and engine is not None:
+        raise UsageError("low_memory: expected no engine, found one, which runs as it was built; leave one out")
     count = threads or visible_cores()
-    leaves_unpacked = low_memory and engine is None and not manifest.precision.startswith("int")
+    leaves_unpacked = low_memory and not manifest.precision.startswith("int")
     if manifest.segments and target.provider.runs_segments and not leaves_unpacked:
         pair = open_segments(folder, manifest, count, target, engine)
         for chain in (pair.prefill, pair.decode):
