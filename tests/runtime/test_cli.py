@@ -453,6 +453,24 @@ def test_an_interrupt_ends_quietly_with_130(endless_bundle: Path) -> None:
     assert (process.returncode, error) == (130, b"")
 
 
+def test_an_interrupt_leaves_the_json_of_what_was_written(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = pop_runtime.Generation.__next__
+
+    def interrupted(self: pop_runtime.Generation) -> pop_runtime.Token:
+        if len(self.tokens) == 2:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    monkeypatch.setattr(pop_runtime.Generation, "__next__", interrupted)
+    assert main([str(chat_bundle), "--prompt", "hi", "--ignore-eos", "--json", "--stats"]) == 130
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert (result["stop_reason"], result["num_new_tokens"], len(result["new_token_ids"])) == ("cancelled", 2, 2)
+    assert "stopped by cancelled" in captured.err
+
+
 def test_a_closed_pipe_ends_quietly(endless_bundle: Path) -> None:
     process = _start(endless_bundle, "--prompt", "hi", "--max-new-tokens", "100000", "--ignore-eos")
     assert process.stdout is not None and process.stdout.read(10)

@@ -57,12 +57,19 @@ def _run(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{arguments.dir}: expected a tokenizer to print text, found none; add --json")
     for note in _notes(arguments, model, generation):
         print(f"pop-run: note: {note}", file=sys.stderr)
-    for token in generation:
-        if not arguments.json:
-            print(token.text, end="", flush=True)
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        for token in generation:
+            if not arguments.json:
+                print(token.text, end="", flush=True)
+    except KeyboardInterrupt as caught:  # what was written until then is shown like any answer
+        generation.close()
+        interrupt = caught
     print(json.dumps(_result(model, generation)) if arguments.json else "", flush=True)
     if arguments.stats:
         print(_stats_text(model, generation), file=sys.stderr)
+    if interrupt is not None:
+        raise interrupt
 
 
 def _chat(arguments: argparse.Namespace, model: Model) -> None:
