@@ -257,19 +257,15 @@ Answer Conversation::generate(const GenerateOptions& options, const OnToken& on_
 
 void Conversation::rewind(std::int64_t position) {
     auto& [model, sequence, pending] = *impl_;
-    const auto size = sequence.size() + static_cast<std::int64_t>(pending.size());
-    if (position < 0 || position > size) {
-        throw UsageError(message("position", "0.." + std::to_string(size), std::to_string(position), ""));
+    if (position < 0 || position > sequence.size()) {
+        const auto expected = "a position of 0.." + std::to_string(sequence.size());
+        throw UsageError(message("rewind", expected, std::to_string(position), "give a position of the sequence"));
     }
-    if (position < sequence.size()) sequence.rewind(position);
-    pending.resize(static_cast<std::size_t>(position - sequence.size()));
+    sequence.rewind(position);
+    pending.clear();
 }
 
-std::vector<std::int64_t> Conversation::token_ids() const {
-    auto ids = impl_->sequence.token_ids();
-    ids.insert(ids.end(), impl_->pending.begin(), impl_->pending.end());
-    return ids;
-}
+std::vector<std::int64_t> Conversation::token_ids() const { return impl_->sequence.token_ids(); }
 
 std::vector<Depth> Conversation::provenance() const { return impl_->sequence.depth(); }
 
