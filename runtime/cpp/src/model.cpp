@@ -156,11 +156,11 @@ Settings Model::Impl::settings_of(const GenerateOptions& options) const {
 
 Answer Model::Impl::generate(internal::Sequence& sequence, std::vector<std::int64_t> prompt,
                              const GenerateOptions& options, const OnToken& on_token) const {
+    const auto total = sequence.size() + static_cast<std::int64_t>(prompt.size());
+    check_room(total);
     Answer answer;
     answer.settings = settings_of(options);
     answer.prompt_token_ids = std::move(prompt);
-    const auto total = sequence.size() + static_cast<std::int64_t>(answer.prompt_token_ids.size());
-    check_room(total);
     const auto limit = std::min(options.max_new_tokens, manifest.max_positions - total);
     sequence.reserve(total + limit);
     internal::Generation generation(sequence, manifest, decoder ? &*decoder : nullptr, options.cancellation, limit,
