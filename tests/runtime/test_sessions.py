@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import importlib
+import importlib.resources
 import os
 import shutil
 import subprocess
@@ -225,6 +225,11 @@ def test_reading_a_manifest_needs_no_onnxruntime() -> None:
     code = "import sys, pop_runtime.manifest; print('onnxruntime' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize("package", ["pop_runtime", "pop_export"])
+def test_a_package_says_that_it_has_types(package: str) -> None:
+    assert importlib.resources.files(package).joinpath("py.typed").is_file()
 
 
 def test_public_names_resolve_and_others_do_not() -> None:
