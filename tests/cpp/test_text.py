@@ -82,6 +82,27 @@ def test_a_tokenizer_of_another_kind_gives_ids_without_text(tmp_path: Path, pop_
     assert pop_run(folder, "--ids", "5,6", "--stop", "x").code == 2
 
 
+@pytest.mark.parametrize(
+    ("stored", "ignored"), [(["x"], ["stop_strings"]), ("x", ["stop_strings"]), ([], []), ("", [])]
+)
+@pytest.mark.parametrize("kind", [None, "WordPiece"])
+def test_stop_strings_that_cannot_be_matched_are_said_to_be_ignored(
+    tmp_path: Path, pop_run: PopRun, stored: list[str] | str, ignored: list[str], kind: str | None
+) -> None:
+    # they were dropped without a word
+    files = with_generation_config(stop_strings=stored)
+    if kind is not None:
+        files["tokenizer.json"] = byte_tokenizer_json().replace(
+            '"decoder":{"type":"ByteLevel"', f'"decoder":{{"type":"{kind}"'
+        )
+    folder = make_bundle(tmp_path, text_files=files)
+    done = pop_run(folder, "--ids", "5,6", "--json")
+    assert done.json["ignored_settings"] == ignored
+    assert ("note: generation_config.json sets stop_strings, which pop_run does not apply" in done.err) == bool(ignored)
+    if kind is None:
+        assert pop_runtime.load(folder, threads=1).ignored_settings == ignored
+
+
 def test_a_tokenizer_that_is_none_is_a_bundle_error(tmp_path: Path, pop_run: PopRun) -> None:
     for text in ("[]", '{"decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": {"a": "b"}}}'):
         folder = make_bundle(tmp_path, text_files={"tokenizer.json": text})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from pop_export.graph.cut import cut_prefill_graph
 from pop_export.segmented import add_segments
 from pop_runtime import chain
 from pop_runtime.cancel import Cancellation, Cancelled
-from pop_runtime.chain import BoundLink, ChainedSession
+from pop_runtime.chain import BoundLink, ChainedBinding, ChainedSession
 from pop_runtime.device_buffer import to_device
 from pop_runtime.joined import joined_graphs
 from pop_runtime.kv_cache import BoundGraph, allocate_cache
@@ -137,4 +138,13 @@ def test_chains_cut_at_different_places_are_fed_stretch_by_stretch(exported):
     for links in (shorter, first_makes_nothing):
         prefill = BoundGraph(ChainedSession(tuple(links), manifest.input_ids), cache, "prefill", has_logits=False)
         assert joined_graphs(prefill, decode) is None
-    assert joined_graphs(BoundGraph(pair.prefill, cache, "prefill", has_logits=False), decode) is not None
+    prefill = BoundGraph(pair.prefill, cache, "prefill", has_logits=False)
+    assert joined_graphs(prefill, decode) is not None
+    assert isinstance(prefill.binding, ChainedBinding)
+    first = prefill.binding.links[0]
+    made = first.hidden_made()
+    assert made is not None
+    first.outputs[made.name] = SimpleNamespace(
+        name=made.name, type=made.type, shape=[*made.shape[:2], made.shape[2] + 1]
+    )
+    assert joined_graphs(prefill, decode) is None

@@ -51,6 +51,34 @@ def test_rows_sample_as_they_would_alone(model: pop_runtime.Model) -> None:
     assert [answer.token_ids for answer in answers] == [_alone(model, prompt, **options)[0] for prompt in PROMPTS]
 
 
+def test_without_a_seed_one_is_drawn_for_all_rows_and_shown(model: pop_runtime.Model) -> None:
+    # every row drew its own, and none was to be seen
+    answers = model.generate_batch([PROMPTS[0]] * 3, max_new_tokens=12, temperature=1.5)
+    assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
+    settings = answers[0].settings
+    assert settings["do_sample"] and settings == answers[2].settings
+    alone = model.generate(PROMPTS[0], max_new_tokens=12, temperature=1.5, seed=settings["seed"])
+    assert [token.id for token in alone] == answers[0].token_ids
+    assert alone.stats.settings == settings
+
+
+def test_a_prompt_that_cannot_be_read_is_named_by_its_row(model: pop_runtime.Model) -> None:
+    with pytest.raises(
+        UsageError, match=r"row 1, prompt: expected fewer than 64 tokens, so that one more fits, found 70"
+    ):
+        model.generate_batch([[5], [5] * 70])
+    with pytest.raises(UsageError, match=r"row 2, prompt, token 0: expected an id of 0\.\.299, found 300"):
+        model.generate_batch([[5], [5], [300]])
+    with pytest.raises(UsageError, match=r"^temperature: expected"):  # of no row
+        model.generate_batch([[5], [5]], temperature=-1)
+
+
+def test_a_message_is_a_prompt_of_a_batch(chat_model: pop_runtime.Model) -> None:
+    message = {"role": "user", "content": "hi"}
+    answers = chat_model.generate_batch([message, "hi", [message]], max_new_tokens=3)
+    assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
+
+
 def test_a_row_near_the_limit_stops_alone(model: pop_runtime.Model) -> None:
     long = (PROMPTS[2] * 2)[: MAX_POSITIONS - 2]
     answers = model.generate_batch([long, PROMPTS[0]], max_new_tokens=9, ignore_eos=True)
@@ -82,7 +110,7 @@ def _text(model: pop_runtime.Model, prompt: str) -> str:
     return "".join(token.text for token in model.generate(prompt, max_new_tokens=4))
 
 
-@pytest.mark.parametrize("prompts", [[], "text"])
+@pytest.mark.parametrize("prompts", [[], "text", {"role": "user", "content": "hi"}])
 def test_a_batch_is_a_list_of_prompts(model: pop_runtime.Model, prompts: object) -> None:
     with pytest.raises(UsageError, match="prompts: expected a list of at least one prompt"):
         model.generate_batch(prompts)  # type: ignore[arg-type]

@@ -20,8 +20,9 @@ from pop_runtime.bench.output import table
 from pop_runtime.bench.peers import PEERS, Peer
 from pop_runtime.bench.processes import Worker
 from pop_runtime.bench.rounds import Line, Sample, Spread, figures_of, prompt_of, ratios_to_peers, run_rounds
-from pop_runtime.errors import BackendError
-from tests.runtime.tiny_bundle import PROMPT, SKIPPED, L, V
+from pop_runtime.errors import BackendError, UsageError
+from pop_runtime.manifest import Plan, Windows
+from tests.runtime.tiny_bundle import PROMPT, SKIPPED, L, V, make_bundle
 
 SMALL = ["--prompt-lengths", "8,20", "--new-tokens", "4", "--repeat", "2", "--threads", "1"]
 
@@ -56,6 +57,18 @@ def test_the_table_and_the_plot_have_a_line_per_engine(bundle, capsys, tmp_path)
     assert out.count("pop-export, pop prefill  ") == 2 and "full prefill" not in out
     assert "memory: both graphs" in out and "1 threads, 2 rounds, wall time" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_prefill_takes_windows_that_the_fit_does_not_cover(tmp_path, capsys):
+    folder = make_bundle(tmp_path, plan=Plan(L, SKIPPED, "user", SKIPPED), windows=Windows(4, 2))
+    flags = [str(folder), *SMALL, "--sink-tokens", "0"]
+    assert main([*flags, "--prefill", "full"]) == 0
+    assert main(flags) == 2
+    assert "sink_tokens: expected at least 4, found 0" in capsys.readouterr().err
+    engine = BundleEngine(folder, 1, sink_tokens=0)
+    assert timed(engine, PROMPT, 2, "full", "wall").tokens
+    with pytest.raises(UsageError, match="sink_tokens: expected at least 4, found 0"):
+        timed(engine, PROMPT, 2, "pop", "wall")
 
 
 def test_a_peer_without_package_or_model_is_named_with_what_would_help(bundle, capsys, monkeypatch, tmp_path):

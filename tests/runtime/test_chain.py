@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -14,9 +16,11 @@ from onnx import TensorProto, helper
 from pop_runtime import sessions
 from pop_runtime.chain import ChainedSession, Link
 from pop_runtime.errors import ModelError
-from pop_runtime.manifest import Segment, check_manifest, read_manifest
+from pop_runtime.graph_check import check_hidden_states
+from pop_runtime.manifest import Manifest, Segment, check_manifest, read_manifest
 from pop_runtime.memory import memory_text, peak_bytes, proportional_bytes
 from pop_runtime.sessions import SessionPair, open_pair
+from tests.runtime.tiny_bundle import make_bundle
 
 E = 3
 
@@ -107,6 +111,49 @@ def test_segments_that_are_no_chain_are_refused(bundle: Path, segments):
     manifest = dataclasses.replace(read_manifest(bundle), segments=segments)
     with pytest.raises(ModelError, match="segments: expected one that reads ids first in each stage"):
         check_manifest(manifest, "manifest.json")
+
+
+def _edited(folder: Path, index: int, **fields: str | None) -> Manifest:
+    manifest = read_manifest(folder)
+    segments = list(manifest.segments)
+    segments[index] = dataclasses.replace(segments[index], **fields)
+    return dataclasses.replace(manifest, segments=tuple(segments))
+
+
+@pytest.mark.parametrize(
+    ("index", "fields", "message"),
+    [
+        (0, {"hidden_out": "other"}, "segment-0-kept.onnx: expected the value 'other' (manifest.json), found none"),
+        (2, {"hidden_in": "other"}, "segment-1-full.onnx: expected the value 'other' (manifest.json), found none"),
+        (0, {"hidden_out": None}, "segment-1-skipped.onnx, hidden_1: expected hidden states of the segment before"),
+        (2, {"hidden_out": "present.1.key"}, "segment-1-full.onnx, present.1.key: expected shape [None, None, None]"),
+        (2, {"hidden_in": "attention_mask"}, "segment-1-full.onnx, attention_mask: expected tensor(float) "),
+    ],
+)
+def test_hidden_states_that_do_not_fit_are_refused(tmp_path: Path, index: int, fields: dict[str, str], message: str):
+    # a wrong name ended in a KeyError when the first turn was read
+    make_bundle(tmp_path, segmented=True)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        open_pair(tmp_path, _edited(tmp_path, index, **fields), 1)
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "message"),
+    [
+        (["B", "S", None], ["B", "S", None], "b/first.onnx, h: expected hidden states of a fixed size, found"),
+        (["B", "S", 0], ["B", "S", 0], "b/first.onnx, h: expected hidden states of a fixed size, found"),
+        (["B", "S", E], ["B", "S", E + 1], f"b/second.onnx, h: expected shape [None, None, {E}]"),
+    ],
+)
+def test_hidden_states_of_an_open_or_of_another_size_are_refused(made, read, message: str):
+    def session(*values: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(get_inputs=lambda: values, get_outputs=lambda: values)
+
+    first = session(SimpleNamespace(name="h", type="tensor(float)", shape=made))
+    second = session(SimpleNamespace(name="h", type="tensor(float)", shape=read))
+    chain = ChainedSession((Link(first, None, "h", "first.onnx"), Link(second, "h", None, "second.onnx")), "ids")
+    with pytest.raises(ModelError, match=re.escape(message)):
+        check_hidden_states(chain, Path("b"))
 
 
 def test_a_segment_that_is_not_in_the_list_of_files_is_refused(bundle: Path):

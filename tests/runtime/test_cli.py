@@ -17,7 +17,7 @@ import pytest
 import pop_runtime
 from pop_runtime.cli import main
 from pop_runtime.manifest import Plan, Windows
-from tests.runtime.conftest import chat_files
+from tests.runtime.conftest import CHAT_TEMPLATE, chat_files
 from tests.runtime.tiny_bundle import SKIPPED, L, Twin, make_bundle, tiny_weights
 
 
@@ -53,7 +53,7 @@ def test_json_holds_ids_text_reason_and_speed(chat_bundle: Path, capsys: pytest.
 @pytest.mark.parametrize("prefill", ["pop", "full"])
 def test_ids_need_no_tokenizer(bundle: Path, capsys: pytest.CaptureFixture[str], prefill: str) -> None:
     result = _json(
-        capsys, str(bundle), "--ids", "5,6, 7", "--max-new-tokens", "6", "--prefill", prefill, "--ignore-eos"
+        capsys, str(bundle), "--ids", "5,6,\n\t7", "--max-new-tokens", "6", "--prefill", prefill, "--ignore-eos"
     )
     pruned = [prefill == "pop"] * 2 + [False]
     assert result["new_token_ids"] == Twin(tiny_weights()).greedy([5, 6, 7], 6, pruned)
@@ -132,7 +132,7 @@ def test_a_sink_that_the_fit_does_not_cover_is_exit_2(tmp_path: Path, capsys: py
     folder = make_bundle(tmp_path, plan=Plan(L, SKIPPED, "user", SKIPPED), windows=Windows(4, 2))
     assert main([str(folder), "--ids", "5,6", "--json", "--sink-tokens", "0"]) == 2
     assert "sink_tokens: expected at least 4, found 0" in capsys.readouterr().err
-    assert _json(capsys, str(folder), "--ids", "5,6", "--sink-tokens", "0", "--prefill", "full")["new_token_ids"]
+    assert main([str(folder), "--ids", "5,6", "--json", "--sink-tokens", "4"]) == 0
 
 
 # Chat
@@ -224,6 +224,33 @@ def test_an_interrupt_at_a_terminal_ends_the_answer_and_not_the_chat(
     assert interrupt["due"] == 1
 
 
+def test_a_message_whose_reading_is_interrupted_is_forgotten_and_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the message stayed pending, so that this template refused the next one, and --stats ended in a TypeError
+    alternating = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
+    )
+    folder = make_bundle(tmp_path, text_files=chat_files(alternating))
+    advance, interrupts = pop_runtime.Generation._advance, iter([False, True])
+
+    def interrupted(self: pop_runtime.Generation) -> None:
+        if not self.tokens and next(interrupts, False):
+            raise KeyboardInterrupt
+        advance(self)
+
+    lines = iter(["a", "b", "c"])
+    monkeypatch.setattr(pop_runtime.Generation, "_advance", interrupted)
+    _stdin(monkeypatch, b"", is_terminal=True)
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, "/exit"))
+    assert main([str(folder), "--chat", "--max-new-tokens", "2", "--ignore-eos", "--threads", "1", "--stats"]) == 0
+    error = capsys.readouterr().err
+    assert error.count("pop-run: note: broken off before the answer began: the message is forgotten\n") == 1
+    assert error.count("time to first token  - (") == 1 and "stopped by cancelled" in error
+    assert "roles must alternate" not in error and error.count("stopped by length") == 2
+
+
 def test_what_has_no_effect_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_bundle(tmp_path, text_files={"generation_config.json": '{"num_beams": 4}'})
     assert main([str(folder), "--ids", "5", "--json", "--top-k", "3", "--max-new-tokens", "1"]) == 0
@@ -271,6 +298,16 @@ def test_a_system_message_stands_before_the_prompt(
         (["--ids", "5", "--json", "--threads", "0"], "threads: expected at least 1"),
         (["--ids", "5", "--json", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
         (["--ids", "5", "--system", "x"], "--system: expected a prompt for the chat template"),
+        (["--ids", "5", "--raw"], "--raw: expected a prompt of text, found --ids; leave one out"),
+        (
+            ["--ids", "5", "--prefill", "full", "--sink-tokens", "4"],
+            "--sink-tokens: expected --prefill pop, found full",
+        ),
+        (["--ids", "5", "--prefill", "full", "--boundary-tokens", "4"], "--boundary-tokens: expected --prefill pop"),
+        (["--ids", "5 +6"], "--ids: expected whole numbers such as 5,6,7, found '5 +6'"),
+        (["--ids", "1_0"], "--ids: expected whole numbers"),
+        (["--ids", "-1"], "prompt, token 0: expected an id of 0..299, found -1"),
+        (["--ids", "5,99999999999999999999"], "--ids: expected whole numbers"),
         (["--prompt", "hi", "--raw", "--system", "x"], "--system: expected a prompt for the chat template"),
         (["--chat", "--raw"], "--chat: expected messages for the chat template"),
         (["--chat"], "expected a chat template for --chat, found none"),
@@ -315,6 +352,45 @@ def test_flags_that_cannot_be_are_refused_by_the_parser(bundle: Path, arguments:
     with pytest.raises(SystemExit) as caught:
         main([str(bundle), *arguments])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["--chat", "--system", "\udcff"], "prompt, message 0"),
+        (["--prompt", "hi", "--system", "\udcff"], "prompt, message 0"),
+        (["--prompt", "\udcff"], "prompt, message 0"),
+        (["--prompt", "\udcff", "--raw"], "prompt"),
+        (["--prompt", "hi", "--stop", "\udcff"], "stop"),
+    ],
+)
+def test_text_on_the_command_line_that_is_not_utf_8_is_a_usage_error(
+    chat_bundle: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    place: str,
+) -> None:
+    _stdin(monkeypatch, b"hi\n")
+    assert main([str(chat_bundle), *arguments]) == 2
+    message = f"{place}: expected UTF-8 text, found '\\udcff' at 0; change it or leave it out"
+    assert capsys.readouterr().err == f"pop-run: error: {message}\n"
+
+
+def test_a_closed_stdin_has_no_lines_to_chat_with(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main([str(chat_bundle), "--chat"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "pop-run: error: stdin: expected lines of text for --chat, found it closed"
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--stats"], ["--json"]])
+def test_a_closed_stdout_is_no_error(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([str(chat_bundle), "--prompt", "hi", "--max-new-tokens", "2", *flags]) == 0
 
 
 def test_a_folder_that_is_no_bundle_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,6 +451,24 @@ def test_an_interrupt_ends_quietly_with_130(endless_bundle: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (130, b"")
+
+
+def test_an_interrupt_leaves_the_json_of_what_was_written(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = pop_runtime.Generation.__next__
+
+    def interrupted(self: pop_runtime.Generation) -> pop_runtime.Token:
+        if len(self.tokens) == 2:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    monkeypatch.setattr(pop_runtime.Generation, "__next__", interrupted)
+    assert main([str(chat_bundle), "--prompt", "hi", "--ignore-eos", "--json", "--stats"]) == 130
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert (result["stop_reason"], result["num_new_tokens"], len(result["new_token_ids"])) == ("cancelled", 2, 2)
+    assert "stopped by cancelled" in captured.err
 
 
 def test_a_closed_pipe_ends_quietly(endless_bundle: Path) -> None:

@@ -129,6 +129,12 @@ def test_a_folder_that_cannot_be_written_is_one_line(bundle: Path, tmp_path: Pat
     assert "cannot write the engine" in capsys.readouterr().err
 
 
+def test_an_engine_is_not_run_in_low_memory(compiled: Path, capsys: Any) -> None:
+    # on segments the flag did nothing, without a word
+    assert run([str(compiled), "--ids", "5,9", "--json", "--engine", "--low-memory"]) == 2
+    assert "low_memory: expected no engine, found one, which runs as it was built" in capsys.readouterr().err
+
+
 def test_pop_run_takes_the_engine_and_tells_which_provider_runs_how_many_nodes(compiled: Path, capsys: Any) -> None:
     answers = []
     for flags in ([], ["--engine"], ["--engine", "--ep", "cpu", "--device", "0"]):
@@ -147,6 +153,7 @@ def test_pop_run_takes_the_engine_and_tells_which_provider_runs_how_many_nodes(c
         (["--ep", "cuda"], 4, "expected CUDAExecutionProvider"),
         (["--engine"], 4, "run pop-compile"),
         (["--ep", "npu"], 2, "--ep: expected one of cpu, cuda"),
+        (["--engine", "--low-memory"], 4, "run pop-compile"),
         (["--device", "3"], 2, "--device: expected 0, found 3"),
     ],
 )

@@ -336,6 +336,28 @@ def test_undo_takes_back_what_is_pending_and_then_whole_turns(long_model: pop_ru
     assert conversation.token_ids == states[1][0]
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, NEEDS_USER])
+def test_undo_leaves_the_system_messages_that_open_a_conversation(tmp_path: Path, template: str) -> None:
+    # deleted with the first turn, the rest of the chat ran without them
+    conversation = _load(tmp_path, template).conversation()
+    opening = {"role": "system", "content": "S"}
+    conversation.append(opening)
+    with pytest.raises(UsageError, match="undo: expected at least one turn, found none"):
+        conversation.undo()
+    conversation.append("one")
+    conversation.undo()  # pending
+    assert conversation.messages == (opening,)
+    conversation.append("one")
+    wanted = ids_of(conversation.generate(max_new_tokens=3, ignore_eos=True))
+    conversation.undo()  # read and answered
+    assert (conversation.messages, conversation.token_ids) == ((opening,), [])
+    conversation.append("one")
+    assert ids_of(conversation.generate(max_new_tokens=3, ignore_eos=True)) == wanted
+    conversation.append([{"role": "system", "content": "T"}, {"role": "user", "content": "two"}])
+    conversation.undo()  # a system message further on belongs to its turn
+    assert [message["content"] for message in conversation.messages[:2]] == ["S", "one"]
+
+
 # Leaving
 
 

@@ -86,7 +86,8 @@ def _damage(folder: Path, seed: int) -> None:
     """Damage one file, try to use the bundle, and mend it."""
     global watching
     draw = random.Random(seed)
-    name = "manifest.json" if draw.random() < 0.7 else draw.choice(FILES)
+    files = [*FILES, *(path.name for path in sorted(folder.glob("segment-*.onnx")))]
+    name = "manifest.json" if draw.random() < 0.7 else draw.choice(files)
     path = folder / name
     content = path.read_bytes()
     damaged = (_values if name == "manifest.json" and draw.random() < 0.7 else _bytes)(draw, content)
@@ -112,13 +113,13 @@ def _damage(folder: Path, seed: int) -> None:
     assert outside == []
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[False, True], ids=["graphs", "segments"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle to damage, beside a file that must stay unread."""
     files = chat_files() | with_generation_config(do_sample=False, temperature=0.7)
     place = tmp_path_factory.mktemp("damage")
     (place / "outside").write_text("not for reading")
-    folder = make_bundle(place / "bundle", text_files=files)
+    folder = make_bundle(place / "bundle", text_files=files, segmented=request.param)
     list(pop_runtime.load(folder, threads=1).generate("hi", max_new_tokens=2))  # every module is imported now
     return folder
 

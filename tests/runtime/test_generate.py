@@ -182,6 +182,21 @@ def test_numpy_ids_are_ids(model: pop_runtime.Model) -> None:
     assert generation.request.prompt_token_ids == tuple(PROMPT[:5])
 
 
+def test_one_message_is_a_prompt_as_a_list_of_it_is(chat_model: pop_runtime.Model) -> None:
+    message = {"role": "user", "content": "hi"}
+    assert chat_model.encode_prompt(message) == chat_model.encode_prompt([message])
+    assert ids_of(chat_model.generate(message, max_new_tokens=2)) == ids_of(chat_model.generate("hi", max_new_tokens=2))
+    with pytest.raises(UsageError, match="prompt, message 0: expected role and content"):
+        chat_model.generate({"role": "user"})
+
+
+def test_a_damaged_tokenizer_is_named_by_an_answer_and_does_not_keep_a_sequence_from_reading(tmp_path: Path) -> None:
+    model = pop_runtime.load(make_bundle(tmp_path, text_files={"tokenizer.json": "{}"}), threads=1)
+    assert len(model.sequence(5).append([5, 6])) == model.manifest.vocab_size
+    with pytest.raises(ModelError, match=r"tokenizer\.json: expected a tokenizer, found"):
+        model.generate([5, 6])
+
+
 # Text and settings
 
 

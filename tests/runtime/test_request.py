@@ -56,16 +56,25 @@ def test_chunks_change_no_token(model: pop_runtime.Model, chunk: int) -> None:
     ("options", "message"),
     [
         ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens: expected at least 1, found 0"),
-        ({"prefill_chunk_tokens": 1.5}, "prefill_chunk_tokens: expected at least 1, found 1.5"),
+        ({"prefill_chunk_tokens": 1.5}, "prefill_chunk_tokens: expected a whole number, found 1.5"),
+        ({"prefill_chunk_tokens": True}, "prefill_chunk_tokens: expected a whole number, found True"),
+        ({"sink_tokens": 2.5}, "sink_tokens: expected a whole number, found 2.5"),
+        ({"sink_tokens": "4"}, "sink_tokens: expected a whole number, found '4'"),
+        ({"boundary_tokens": 1.0}, "boundary_tokens: expected a whole number, found 1.0"),
+        ({"seed": 1.5}, "seed: expected a whole number of 0..18446744073709551615, found 1.5"),
+        ({"seed": "1"}, "seed: expected a whole number of 0..18446744073709551615, found '1'"),
+        ({"seed": -1}, "seed: expected a whole number of 0..18446744073709551615, found -1"),
+        ({"seed": 2**64}, "seed: expected a whole number of 0..18446744073709551615, found 18446744073709551616"),
+        ({"temperature": 10**400}, "temperature: expected a number of at least 0, found 1000"),
         ({"logprobs": -1}, "logprobs: expected at least 0, found -1"),
-        ({"logprobs": True}, "logprobs: expected at least 0, found True"),
+        ({"logprobs": True}, "logprobs: expected a whole number, found True"),
         ({"logprobs": 301}, "logprobs: expected at most the vocabulary's 300, found 301"),
         ({"min_p": 2}, "min_p: expected a number from 0 to 1"),
         (
             {"prompt_logprobs": True},
             "prompt_logprobs: expected prefill='full', found 'pop'; the pruned graph has no head",
         ),
-        ({"max_new_tokens": 1.5}, "max_new_tokens: expected at least 1, found 1.5"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: expected a whole number, found 1.5"),
     ],
 )
 def test_an_option_out_of_range_is_refused(model: pop_runtime.Model, options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,5 @@
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,23 @@ def test_processed_logits_are_those_of_transformers(settings: SamplingSettings, 
     np.testing.assert_allclose(weights / weights.sum(), _transformers(logits, history, settings), atol=1e-6)
 
 
+def test_top_p_sums_in_order_as_other_languages_do() -> None:
+    # numpy's sum goes by pairs: the total, and with it what lies on the border, differed in the last bit
+    for seed in range(200):
+        logits = _logits(seed)
+        scores = logits.astype(np.float64) - float(logits.max())
+        ascending = np.argsort(scores, kind="stable")
+        weights, total, running = np.exp(scores[ascending]), 0.0, 0.0
+        for weight in weights:
+            total += weight
+        for place, weight in enumerate(weights[:-1]):  # the last always stays
+            running += weight / total
+            if 0.5 < running < 1:  # so that 1 - (1 - running) is exact
+                top_p = 1.0 - running
+                found = process_logits(logits, np.zeros(300, bool), SamplingSettings(True, top_p=top_p))
+                assert np.isneginf(found).sum() == place + 1
+
+
 def test_settings_come_from_the_file() -> None:
     settings = settings_in_force(FILE, seed=4)
     assert settings == SamplingSettings(True, 0.7, 20, 0.9, 1.3, 4, 0.02)
@@ -111,9 +129,10 @@ def test_values_out_of_range_are_refused_and_the_place_is_named(name: str, value
         settings_in_force({name: value})
 
 
-def test_a_do_sample_that_is_no_truth_value_is_refused() -> None:
-    with pytest.raises(ModelError, match="do_sample: expected true or false, found 'yes'"):
-        settings_in_force({"do_sample": "yes"})
+@pytest.mark.parametrize("value", ["yes", "", 0, 1, []])
+def test_a_do_sample_that_is_no_truth_value_is_refused(value: Any) -> None:
+    with pytest.raises(ModelError, match=re.escape(f"do_sample: expected true or false, found {value!r}")):
+        settings_in_force({"do_sample": value})
 
 
 def test_settings_that_are_not_applied_are_listed() -> None:

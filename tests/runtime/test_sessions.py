@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import importlib
+import importlib.resources
 import os
 import shutil
 import subprocess
@@ -21,9 +21,10 @@ import pytest
 import pop_runtime
 from pop_runtime import kv_cache, open_provider, sessions
 from pop_runtime.errors import BackendError, ModelError, UsageError
+from pop_runtime.graph_check import check_graph
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import KvLayer, read_manifest
-from pop_runtime.sessions import check_graph, open_pair, visible_cores
+from pop_runtime.sessions import open_pair, visible_cores
 from tests.runtime.tiny_bundle import make_bundle
 
 PROMPT = [5, 9, 200, 31]
@@ -224,6 +225,11 @@ def test_reading_a_manifest_needs_no_onnxruntime() -> None:
     code = "import sys, pop_runtime.manifest; print('onnxruntime' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize("package", ["pop_runtime", "pop_export"])
+def test_a_package_says_that_it_has_types(package: str) -> None:
+    assert importlib.resources.files(package).joinpath("py.typed").is_file()
 
 
 def test_public_names_resolve_and_others_do_not() -> None:

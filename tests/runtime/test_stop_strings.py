@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pop_runtime
-from pop_runtime.errors import UsageError
+from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.stop_strings import StopStrings
 from pop_runtime.text import Token
+from tests.runtime.conftest import chat_files
 from tests.runtime.tiny_bundle import MAX_POSITIONS, make_bundle, with_generation_config
 
 
@@ -122,8 +124,6 @@ def test_the_limit_shows_what_was_held_back(chat_model: pop_runtime.Model, free:
 
 
 def test_stop_strings_of_the_generation_config_hold(tmp_path: Any, free: list[pop_runtime.Token]) -> None:
-    from tests.runtime.conftest import chat_files
-
     stop = _some_stop(free)
     files = chat_files() | with_generation_config(stop_strings=[stop])
     model = pop_runtime.load(make_bundle(tmp_path / "a", text_files=files), threads=1)
@@ -145,3 +145,13 @@ def test_a_stop_string_has_to_be_text(chat_model: pop_runtime.Model, stop: Any) 
 def test_without_a_tokenizer_there_is_no_text_to_match(model: pop_runtime.Model) -> None:
     with pytest.raises(UsageError, match="stop: expected a tokenizer to match text with, found none"):
         model.generate([5], stop="x")
+    assert list(model.generate([5], stop=[], max_new_tokens=1))  # asks for none
+
+
+def test_a_stop_string_that_is_not_utf_8_could_never_match(chat_model: pop_runtime.Model, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"stop: expected UTF-8 text, found '\\ud800' at 1"):
+        chat_model.generate("hi", stop=["a", "a\ud800"])
+    files = chat_files() | with_generation_config(stop_strings="\ud800")
+    model = pop_runtime.load(make_bundle(tmp_path, text_files=files), threads=1)
+    with pytest.raises(ModelError, match=r"generation_config.json, stop_strings: expected UTF-8 text"):
+        model.generate("hi")

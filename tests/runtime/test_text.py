@@ -97,5 +97,5 @@ def test_a_missing_or_damaged_tokenizer_is_named_in_one_line(tmp_path: Path, tex
 
 
 def test_text_that_is_not_utf_8_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UsageError, match="expected UTF-8 text"):
+    with pytest.raises(UsageError, match=r"prompt: expected UTF-8 text, found '\\udc80' at 1"):
         encode(tokenizer, "a\udc80", False)

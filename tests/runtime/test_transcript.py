@@ -7,6 +7,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from pop_runtime.errors import UsageError
 from pop_runtime.text import Token
 from pop_runtime.transcript import Transcript
 from tests.runtime.conftest import byte_tokenizer_json
@@ -80,6 +81,11 @@ def test_a_difference_within_a_token_goes_back_to_a_border_of_both() -> None:
     _read(transcript, "ab", _merging())
     transcript.extend([Token(4, "d")])
     assert _read(transcript, "abc", _merging()) == (1, [3])  # "b" is cached, but the rendering has "bc"
+
+
+def test_a_rendering_that_is_not_utf_8_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=r"prompt: expected UTF-8 text, found '\\udc80' at 1"):
+        Transcript().plan("a\udc80", tokenizer)
 
 
 def test_random_edits_always_leave_the_renderings_text(tokenizer: Tokenizer) -> None:

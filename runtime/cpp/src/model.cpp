@@ -156,11 +156,11 @@ Settings Model::Impl::settings_of(const GenerateOptions& options) const {
 
 Answer Model::Impl::generate(internal::Sequence& sequence, std::vector<std::int64_t> prompt,
                              const GenerateOptions& options, const OnToken& on_token) const {
+    const auto total = sequence.size() + static_cast<std::int64_t>(prompt.size());
+    check_room(total);
     Answer answer;
     answer.settings = settings_of(options);
     answer.prompt_token_ids = std::move(prompt);
-    const auto total = sequence.size() + static_cast<std::int64_t>(answer.prompt_token_ids.size());
-    check_room(total);
     const auto limit = std::min(options.max_new_tokens, manifest.max_positions - total);
     sequence.reserve(total + limit);
     internal::Generation generation(sequence, manifest, decoder ? &*decoder : nullptr, options.cancellation, limit,
@@ -192,6 +192,9 @@ Model Model::load(const std::filesystem::path& folder, const LoadOptions& option
     auto ignored = internal::unknown_settings(config);
     std::optional<internal::ByteLevelDecoder> decoder;
     if (manifest.tokenizer) decoder = internal::ByteLevelDecoder::open(folder / *manifest.tokenizer);
+    const auto stop_strings = config.value("stop_strings", internal::Json());
+    const bool has_stop_strings = !stop_strings.empty() && stop_strings != "";
+    if (has_stop_strings && !decoder) ignored.emplace_back("stop_strings");
     auto sessions = internal::open_pair(folder, manifest, options);
     return Model(std::make_shared<const Impl>(Impl{folder, std::move(manifest), std::move(config), std::move(ignored),
                                                    std::move(decoder), std::move(sessions)}));
@@ -254,19 +257,15 @@ Answer Conversation::generate(const GenerateOptions& options, const OnToken& on_
 
 void Conversation::rewind(std::int64_t position) {
     auto& [model, sequence, pending] = *impl_;
-    const auto size = sequence.size() + static_cast<std::int64_t>(pending.size());
-    if (position < 0 || position > size) {
-        throw UsageError(message("position", "0.." + std::to_string(size), std::to_string(position), ""));
+    if (position < 0 || position > sequence.size()) {
+        const auto expected = "a position of 0.." + std::to_string(sequence.size());
+        throw UsageError(message("rewind", expected, std::to_string(position), "give a position of the sequence"));
     }
-    if (position < sequence.size()) sequence.rewind(position);
-    pending.resize(static_cast<std::size_t>(position - sequence.size()));
+    sequence.rewind(position);
+    pending.clear();
 }
 
-std::vector<std::int64_t> Conversation::token_ids() const {
-    auto ids = impl_->sequence.token_ids();
-    ids.insert(ids.end(), impl_->pending.begin(), impl_->pending.end());
-    return ids;
-}
+std::vector<std::int64_t> Conversation::token_ids() const { return impl_->sequence.token_ids(); }
 
 std::vector<Depth> Conversation::provenance() const { return impl_->sequence.depth(); }
 

@@ -27,21 +27,28 @@ constexpr Range kTopP{"top_p", "a number above 0 and at most 1", [](double x) { 
 constexpr Range kMinP{"min_p", "a number from 0 to 1", [](double x) { return x >= 0 && x <= 1; }};
 constexpr Range kPenalty{"repetition_penalty", "a number above 0", [](double x) { return x > 0; }};
 
-// Returns the option if it is given, else the file's value, else `neutral`. Throws as `settings_in_force`.
+std::string complaint(const std::string& place, const Range& range, const std::string& found) {
+    return message(place, range.expected, found, "change it or leave it out");
+}
+
+// Throws UsageError unless an option that is given is in its range.
+template <typename Number>
+void check(const std::optional<Number>& option, const Range& range) {
+    if (!option) return;
+    const auto value = static_cast<double>(*option);
+    if (!std::isfinite(value) || !range.holds(value)) {
+        throw UsageError(complaint(range.name, range, Json(*option).dump()));
+    }
+}
+
+// Returns the option if it is given, else the file's value, else `neutral`. Throws ModelError: the file's value.
 template <typename Number>
 Number merged(const Json& config, const std::optional<Number>& option, const Range& range, Number neutral) {
-    const auto complaint = [&](const std::string& place, const std::string& found) {
-        return message(place, range.expected, found, "change it or leave it out");
-    };
-    if (option) {
-        const auto value = static_cast<double>(*option);
-        if (!std::isfinite(value) || !range.holds(value)) throw UsageError(complaint(range.name, Json(*option).dump()));
-    }
     const auto stored = config.find(range.name);
     if (stored == config.end() || stored->is_null()) return option.value_or(neutral);
     const bool kind = std::is_integral_v<Number> ? stored->is_number_integer() : stored->is_number();
     if (!kind || !std::isfinite(stored->template get<double>()) || !range.holds(stored->template get<double>())) {
-        throw ModelError(complaint(std::string("generation_config.json, ") + range.name, shown(*stored)));
+        throw ModelError(complaint(std::string("generation_config.json, ") + range.name, range, shown(*stored)));
     }
     return option.value_or(stored->template get<Number>());
 }
@@ -80,6 +87,12 @@ void keep_top_p(std::vector<double>& scores, double top_p) {
 }  // namespace
 
 SamplingSettings settings_in_force(const Json& generation_config, const GenerateOptions& options) {
+    // All options first, so that a wrong one is told of even where the file is wrong too.
+    check(options.temperature, kTemperature);
+    check(options.top_k, kTopK);
+    check(options.top_p, kTopP);
+    check(options.min_p, kMinP);
+    check(options.repetition_penalty, kPenalty);
     SamplingSettings settings;
     const auto heat = merged(generation_config, options.temperature, kTemperature, 1.0);
     settings.temperature = heat > 0 ? heat : 1.0;

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <csignal>
@@ -53,29 +54,37 @@ const char* name_of(pop::StopReason reason) {
 
 const char* name_of(pop::Prefill prefill) { return prefill == pop::Prefill::pop ? "pop" : "full"; }
 
-// Returns the ids of a text such as "5,6,7" or "5 6 7".
+// Returns the ids of a text such as "5,6,7" or "5 6 7", with any white space.
 std::vector<std::int64_t> parse_ids(const std::string& text) {
+    const auto separates = [](char c) { return c == ',' || c == ' ' || (c >= '\t' && c <= '\r'); };
     std::vector<std::int64_t> ids;
     const auto* at = text.data();
     const auto* const stop = at + text.size();
     while (true) {
-        while (at != stop && (*at == ',' || *at == ' ')) ++at;
+        at = std::find_if_not(at, stop, separates);
         if (at == stop) return ids;
         const auto [end, failed] = std::from_chars(at, stop, ids.emplace_back());
-        if (failed != std::errc() || (end != stop && *end != ',' && *end != ' ')) {
+        if (failed != std::errc() || (end != stop && !separates(*end))) {
             throw pop::UsageError("--ids: expected whole numbers such as 5,6,7, found '" + text + "'");
         }
         at = end;
     }
 }
 
+// Refuses flags that contradict each other or would have no effect, as pop-run does.
+void check_flags(const Arguments& arguments) {
+    const auto refuse = [](const std::string& message) { throw pop::UsageError(message + "; leave one out"); };
+    if (arguments.ids && arguments.system) refuse("--system: expected a prompt for the chat template, found --ids");
+    if (arguments.ids && arguments.raw) refuse("--raw: expected a prompt of text, found --ids");
+    const auto& options = arguments.generate;
+    if (options.prefill == pop::Prefill::pop) return;
+    const std::string no_windows = ": expected --prefill pop, found full, which has no windows";
+    if (options.sink_tokens) refuse("--sink-tokens" + no_windows);
+    if (options.boundary_tokens) refuse("--boundary-tokens" + no_windows);
+}
+
 std::vector<std::int64_t> prompt_of(const Arguments& arguments) {
-    if (arguments.ids) {
-        if (arguments.system) {
-            throw pop::UsageError("--system: expected a prompt for the chat template, found --ids; leave one out");
-        }
-        return parse_ids(*arguments.ids);
-    }
+    if (arguments.ids) return parse_ids(*arguments.ids);
     throw pop::UsageError(
         "prompt: expected --ids, found none; no C++ library gives the tokenizer's ids, get those of a text with "
         "pop-run --json");
@@ -157,14 +166,19 @@ std::string stats_text(const pop::Answer& answer) {
     std::ostringstream text;
     text.setf(std::ios::fixed);
     text.precision(1);
-    text << "time to first token  " << stats.time_to_first_token_ms.value_or(0) << " ms (" << stats.num_prompt_tokens
-         << " prompt tokens, " << stats.num_pruned_tokens << " through the pruned graph)\n"
+    const auto put = [&](const std::optional<double>& number, const char* unit) {
+        if (number) {
+            text << *number << unit;
+        } else {
+            text << "-";
+        }
+    };
+    text << "time to first token  ";
+    put(stats.time_to_first_token_ms, " ms");
+    text << " (" << stats.num_prompt_tokens << " prompt tokens, " << stats.num_pruned_tokens
+         << " through the pruned graph)\n"
          << "decode               ";
-    if (stats.tokens_per_second) {
-        text << *stats.tokens_per_second << " tokens/s";
-    } else {
-        text << "-";
-    }
+    put(stats.tokens_per_second, " tokens/s");
     text << " (" << stats.num_new_tokens << " new tokens, stopped by " << name_of(answer.stop_reason) << ")\n"
          << "settings            ";
     const auto settings = json_of(answer.settings);
@@ -191,6 +205,7 @@ void print_notes(const pop::Model& model, const Arguments& arguments, const pop:
 
 int run(const Arguments& arguments) {
     static Interrupts interrupts(arguments.generate.cancellation);  // outlives its thread
+    check_flags(arguments);
     const auto prompt = prompt_of(arguments);
     const auto model = pop::Model::load(arguments.folder, arguments.load);
     interrupts.begin_to_cancel();

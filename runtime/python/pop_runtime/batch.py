@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -25,6 +26,7 @@ class Completion:
     token_ids: list[int]
     text: str
     stop_reason: StopReason
+    settings: dict[str, Any]  # in force, the seed included: they reproduce the answer
     tokens: list[Token]  # each with its piece of the text, and its log-probability if asked for
     prompt_logprobs: list[float | None] | None
 
@@ -34,6 +36,7 @@ class _Row:
 
     def __init__(self, sessions: SessionPair, cache: KvCache, request: Request, tokenizer: Tokenizer | None) -> None:
         prompt = request.prompt_token_ids
+        self._settings = request.in_force()
         self.answer, self.tokens = Answer(request, tokenizer, cache.manifest.vocab_size, prompt), list[Token]()
         self.fed, self.length = prompt[-1], len(prompt)  # the last token in the cache
         logits, self._prompt_logprobs = read_turn(Sequence(sessions, cache), request)
@@ -49,7 +52,9 @@ class _Row:
         """Return the row's answer, once it has ended."""
         assert self.answer.stop_reason is not None
         text = "".join(token.text for token in self.tokens)
-        return Completion(self.answer.token_ids, text, self.answer.stop_reason, self.tokens, self._prompt_logprobs)
+        return Completion(
+            self.answer.token_ids, text, self.answer.stop_reason, self._settings, self.tokens, self._prompt_logprobs
+        )
 
 
 def complete_batch(

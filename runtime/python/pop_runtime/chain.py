@@ -32,6 +32,7 @@ class Link:
     session: onnxruntime.InferenceSession
     hidden_in: str | None  # input for the hidden states of the link before; None reads none
     hidden_out: str | None  # output of its own hidden states; None hands on what it was given
+    graph: str = ""  # file name, for messages
 
 
 class ChainedSession:
@@ -83,10 +84,14 @@ class BoundLink:
         if name in self.inputs:
             self.binding.bind_cpu_input(name, array)
 
+    def hidden_made(self) -> onnxruntime.NodeArg | None:
+        """Return the output for hidden states; None if the link hands on what it was given."""
+        return None if self.link.hidden_out is None else self.outputs[self.link.hidden_out]
+
     def new_hidden(self, batch: int, num_tokens: int) -> Buffer:
         """Return room for the hidden states [B, S, E] that this link makes of so many tokens."""
-        assert self.link.hidden_out is not None
-        output = self.outputs[self.link.hidden_out]
+        output = self.hidden_made()
+        assert output is not None
         return zeros((batch, num_tokens, output.shape[2]), NUMPY_TYPES[output.type], self.place)
 
     def bind_hidden(self, given: Buffer | None, made: Buffer | None) -> None:

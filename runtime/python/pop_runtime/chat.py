@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.text import check_text
 
 Message = Mapping[str, Any]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -94,10 +95,12 @@ def render_chat(
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise UsageError unless every message has a role and a content."""
+    """Raise UsageError unless every message has a role and a content, which if it is text is UTF-8."""
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise UsageError(f"prompt, message {index}: expected role and content, found {message!r}")
+        if isinstance(message["content"], str):
+            check_text(message["content"], f"prompt, message {index}")
 
 
 def _to_json(

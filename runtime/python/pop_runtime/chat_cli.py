@@ -31,8 +31,10 @@ def chat(
         answered: is told of each finished answer.
 
     Raises:
-        UsageError: stdin is not UTF-8, or a piped line was refused.
+        UsageError: stdin is closed or not UTF-8, or a piped line was refused.
     """
+    if sys.stdin is None:
+        raise UsageError("stdin: expected lines of text for --chat, found it closed; give some, or --prompt")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"pop-run: {HELP}", file=sys.stderr)
@@ -56,6 +58,9 @@ def chat(
             )
         _answer(generation, shows_text, is_terminal)
         answered(generation)
+        if generation.stop_reason == "cancelled" and not generation.tokens:
+            conversation.undo()  # many templates refuse the next message behind one that has no answer
+            print("pop-run: note: broken off before the answer began: the message is forgotten", file=sys.stderr)
 
 
 def _answer(generation: Generation, shows_text: bool, is_terminal: bool) -> None:

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
         _run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing happens where stdout is closed
     except PopError as error:
         print(f"pop-run: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -56,14 +57,19 @@ def _run(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{arguments.dir}: expected a tokenizer to print text, found none; add --json")
     for note in _notes(arguments, model, generation):
         print(f"pop-run: note: {note}", file=sys.stderr)
-    for token in generation:
-        if not arguments.json:
-            print(token.text, end="", flush=True)
-    if arguments.stats:
-        sys.stdout.flush()
-    print(json.dumps(_result(model, generation)) if arguments.json else "")
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        for token in generation:
+            if not arguments.json:
+                print(token.text, end="", flush=True)
+    except KeyboardInterrupt as caught:  # what was written until then is shown like any answer
+        generation.close()
+        interrupt = caught
+    print(json.dumps(_result(model, generation)) if arguments.json else "", flush=True)
     if arguments.stats:
         print(_stats_text(model, generation), file=sys.stderr)
+    if interrupt is not None:
+        raise interrupt
 
 
 def _chat(arguments: argparse.Namespace, model: Model) -> None:
@@ -97,10 +103,10 @@ def _chat(arguments: argparse.Namespace, model: Model) -> None:
 def _prompt(arguments: argparse.Namespace) -> Prompt:
     """Return the prompt that the flags, or stdin, give."""
     if arguments.ids is not None:
-        try:
-            return [int(part) for part in arguments.ids.replace(",", " ").split()]
-        except ValueError as error:
-            raise UsageError(f"--ids: expected whole numbers such as 5,6,7, found {arguments.ids!r}") from error
+        parts = arguments.ids.replace(",", " ").split()
+        if not all(re.fullmatch("-?[0-9]{1,18}", part) for part in parts):  # int() takes "+5" and "1_0" too
+            raise UsageError(f"--ids: expected whole numbers such as 5,6,7, found {arguments.ids!r}")
+        return [int(part) for part in parts]
     text = arguments.prompt if arguments.prompt is not None else _read_stdin()
     if arguments.system is None:
         return text
@@ -172,6 +178,7 @@ def _logprobs(generation: Generation) -> list[dict[str, Any]] | None:
 def _stats_text(model: Model, generation: Generation) -> str:
     """Return what --stats prints."""
     stats = generation.stats
+    first = "-" if stats.time_to_first_token_ms is None else f"{stats.time_to_first_token_ms:.1f} ms"
     speed = "-" if stats.tokens_per_second is None else f"{stats.tokens_per_second:.1f} tokens/s"
     settings = " ".join(f"{name}={value}" for name, value in stats.settings.items())
     nodes = "; ".join(
@@ -179,7 +186,7 @@ def _stats_text(model: Model, generation: Generation) -> str:
         for graph, counts in model.sessions.nodes_by_provider.items()
     )
     return (
-        f"time to first token  {stats.time_to_first_token_ms:.1f} ms "
+        f"time to first token  {first} "
         f"({stats.num_prompt_tokens} prompt tokens, {stats.num_pruned_tokens} through the pruned graph)\n"
         f"decode               {speed} ({stats.num_new_tokens} new tokens, stopped by {generation.stop_reason})\n"
         f"settings             {settings}\n"

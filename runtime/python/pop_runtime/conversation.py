@@ -79,7 +79,7 @@ class Conversation:
         """For each position in the cache, which graph wrote it; the last token of an answer is not in it yet."""
         return tuple("pruned" if depth == PRUNED else "full" for depth in self._sequence.depth)
 
-    def append(self, prompt: Prompt | Message, raw: bool = False) -> None:
+    def append(self, prompt: Prompt, raw: bool = False) -> None:
         """Add to what the next `generate` reads.
 
         Args:
@@ -91,7 +91,7 @@ class Conversation:
                 refuses, or more tokens than fit; the conversation is what it was before.
         """
         self._leave_generation()
-        content: Prompt = [prompt] if isinstance(prompt, Mapping) else prompt
+        content: str | Items[Message] | Items[int] = [prompt] if isinstance(prompt, Mapping) else prompt
         if isinstance(content, str) and not raw and self._model.chat_template is not None:
             content = [{"role": "user", "content": content}]
         is_messages = not isinstance(content, str) and len(content) > 0 and isinstance(content[0], Mapping)
@@ -156,19 +156,20 @@ class Conversation:
     def undo(self) -> None:
         """Forget what was appended but not read or, if there is no such thing, the last turn and its answer.
 
+        The system messages that open a conversation are no turn: they stay.
+
         Raises:
-            UsageError: the conversation is empty.
+            UsageError: there is no turn.
         """
         self._leave_generation()
-        if len(self._messages) > len(self._stops) or self._plain:
-            self._drop_pending()
-            return
-        if not self._marks:
-            raise UsageError("undo: expected at least one turn, found none")
-        mark = self._marks.pop()
-        self._forget(mark.num_tokens)
-        self._stops = [min(stop, mark.num_tokens) for stop in self._stops[: mark.num_messages]]
-        self._drop_pending()
+        num_opening = self._num_opening()
+        if not self._plain and len(self._messages) <= max(len(self._stops), num_opening):  # nothing is pending
+            if not self._marks:
+                raise UsageError("undo: expected at least one turn, found none")
+            mark = self._marks.pop()
+            self._forget(mark.num_tokens)
+            self._stops = [min(stop, mark.num_tokens) for stop in self._stops[: mark.num_messages]]
+        self._drop_pending(num_opening)
 
     def _append_messages(self, messages: Items[Message]) -> None:
         """Add messages, if the template takes them and they fit."""
@@ -234,9 +235,15 @@ class Conversation:
         if self._plain is None:
             self._transcript.truncate(length)
 
-    def _drop_pending(self) -> None:
-        """Forget the messages and tokens that are not in the cache."""
-        del self._messages[len(self._stops) :]
+    def _num_opening(self) -> int:
+        """Return how many system messages open the conversation."""
+        return next(
+            (at for at, message in enumerate(self._messages) if message["role"] != "system"), len(self._messages)
+        )
+
+    def _drop_pending(self, num_spared: int = 0) -> None:
+        """Forget the tokens that are not in the cache, and the messages but for the first `num_spared`."""
+        del self._messages[max(len(self._stops), num_spared) :]
         self._turn = None
         if self._plain is not None:
             self._plain = [] if len(self) else None

@@ -109,8 +109,14 @@ def check_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags that contradict each other or would have no effect."""
     if arguments.system is not None and (arguments.raw or arguments.ids is not None):
         raise UsageError("--system: expected a prompt for the chat template, found --raw or --ids; leave one out")
+    if arguments.raw and arguments.ids is not None:
+        raise UsageError("--raw: expected a prompt of text, found --ids; leave one out")
     if arguments.chat and arguments.raw:
         raise UsageError("--chat: expected messages for the chat template, found --raw; leave one out")
+    for name in ("sink_tokens", "boundary_tokens"):
+        if arguments.prefill == "full" and getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag}: expected --prefill pop, found full, which has no windows; leave one out")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(arguments, name) not in (None, False) and not arguments.json:
             raise UsageError(f"--{name.replace('_', '-')}: expected --json to show them in, found none; add it")

@@ -73,14 +73,18 @@ def joined_graphs(prefill: BoundGraph, decode: BoundGraph) -> JoinedGraphs | Non
         return None
     if prefill.place.memory != HOST.memory:  # rows of hidden states are copied within the computer's own memory
         return None
-    places = [[bound.link for bound in graph.binding.links] for graph in (prefill, decode)]
-    if len(places[0]) != len(places[1]):
+    links = prefill.binding.links, decode.binding.links
+    if len(links[0]) != len(links[1]):
         return None
-    for index, (pruned, full) in enumerate(zip(*places, strict=True)):
-        is_last = index == len(places[0]) - 1
+    for index, bound in enumerate(zip(*links, strict=True)):
+        pruned, full = (each.link for each in bound)
+        is_last = index == len(links[0]) - 1
         reads_alike = (pruned.hidden_in is None) == (full.hidden_in is None) == (index == 0)
         makes_alike = (full.hidden_out is None) == is_last and (pruned.hidden_out is None or not is_last)
         if not reads_alike or not makes_alike or (index == 0 and not is_last and pruned.hidden_out is None):
+            return None
+        made = {(value.type, value.shape[-1]) for value in map(BoundLink.hidden_made, bound) if value is not None}
+        if len(made) > 1:
             return None
     return JoinedGraphs(prefill, decode)
 

@@ -13,9 +13,10 @@ from pop_runtime.chain import BoundLink, ChainedBinding, ChainedSession
 from pop_runtime.device_buffer import Buffer, address, copy_positions, zeros
 from pop_runtime.errors import BackendError
 from pop_runtime.fixed_step import FixedStep
+from pop_runtime.graph_check import ORT_TYPES
 from pop_runtime.manifest import Manifest
 from pop_runtime.providers import HOST, Place
-from pop_runtime.sessions import ORT_TYPES, SessionPair, backend_error, onnxruntime
+from pop_runtime.sessions import SessionPair, backend_error, onnxruntime
 
 EMPTY, PRUNED, FULL = 0, 1, 2  # what a position of the cache holds
 _STORAGE: dict[str, type[np.generic]] = {  # numpy has no bfloat16: its bits

@@ -30,7 +30,7 @@ from pop_runtime.sequence import Sequence, checked_ids
 from pop_runtime.sessions import SessionPair, engine_for, open_pair
 from pop_runtime.text import encode, open_tokenizer
 
-Prompt = str | Items[Message] | Items[int]
+Prompt = str | Message | Items[Message] | Items[int]
 
 
 def load(
@@ -51,8 +51,8 @@ def load(
         cuda_graphs: on provider "cuda", record a decode step once for each sequence and replay it.
 
     Raises:
-        UsageError: fewer than one thread, an unknown provider, or one that does not take the bundle's dialect or
-            `cuda_graphs`.
+        UsageError: fewer than one thread, an unknown provider, one that does not take the bundle's dialect or
+            `cuda_graphs`, or `low_memory` with an engine.
         ModelError: the folder is not a whole, unaltered bundle of a known format.
         BackendError: ONNX Runtime cannot load a graph, the provider or device is missing, or no engine fits.
     """
@@ -66,7 +66,7 @@ def load(
             longest = min(manifest.max_positions, built.facts.shapes.max_seq_len)
             manifest = dataclasses.replace(manifest, max_positions=longest)
         model = Model(path, manifest, open_pair(path, manifest, threads, low_memory, target, built))
-    if tokenizer is not None and tokenizer.exception() is None:  # a damaged one matters only to those who use text
+    if tokenizer is not None and tokenizer.exception() is None:  # a damaged one is named by the first that needs it
         model.tokenizer = tokenizer.result()
     return model
 
@@ -94,7 +94,8 @@ def _verified(folder: Path, manifest: Manifest) -> Iterator[None]:
 class Model:
     """Both graphs of a bundle with its tokenizer, chat template and default settings; holds no sequence.
 
-    The template is read when first needed, and so is a tokenizer that `load` could not read: work on ids needs neither.
+    The template is read when first needed, and so is a tokenizer that `load` could not read: a `sequence` needs
+    neither, every answer the tokenizer, for its text.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, sessions: SessionPair) -> None:
@@ -122,8 +123,8 @@ class Model:
         """Return an iterator over the answer's tokens; refusals come now, work starts with the first `next`.
 
         Args:
-            prompt: text (one user message if the bundle has a chat template and not `raw`), chat messages, or token
-                ids.
+            prompt: text (one user message if the bundle has a chat template and not `raw`), one chat message or
+                several, or token ids.
             sequence: continues this one, with the prompt as its next turn; None starts a new one.
             options: see `pop_runtime.Options`.
 
@@ -148,13 +149,21 @@ class Model:
             options: see `pop_runtime.Options`; one seed serves every row.
 
         Raises:
-            UsageError, ModelError: as for `generate`.
+            UsageError, ModelError: as for `generate`; what is wrong with one prompt names its row.
         """
         check_options(options)
-        if isinstance(prompts, str) or len(prompts) == 0:
+        if isinstance(prompts, str | Mapping) or len(prompts) == 0:
             raise UsageError(f"prompts: expected a list of at least one prompt, found {prompts!r}")
-        ids = [self.encode_prompt(prompt, options.get("raw", False)) for prompt in prompts]
-        requests = [make_request(self.defaults, options, prompt) for prompt in ids]
+        options["seed"] = make_request(
+            self.defaults, options, []
+        ).sampling.seed  # refuses options; one seed if it draws
+        requests = []
+        for row, prompt in enumerate(prompts):
+            try:
+                ids = self.encode_prompt(prompt, options.get("raw", False))
+                requests.append(make_request(self.defaults, options, ids))
+            except UsageError as error:
+                raise UsageError(f"row {row}, {error}") from error
         return complete_batch(self.sessions, self.manifest, self.tokenizer, requests)
 
     def conversation(self, capacity: int | None = None) -> Conversation:
@@ -189,6 +198,8 @@ class Model:
             UsageError: nothing to encode, no tokenizer or no template where one is needed, or text for a later turn
                 that is not `raw`, since a template would open the conversation anew (`conversation` can do it).
         """
+        if isinstance(prompt, Mapping):
+            prompt = [prompt]
         if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):
             return checked_ids(prompt, self.manifest)  # type: ignore[arg-type]
         if self.tokenizer is None:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.errors import ModelError, PopError, UsageError
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.sampling import SamplingSettings, settings_in_force
-from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_chunk, check_prefill, windows_in_force
+from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_least, check_prefill, windows_in_force
+from pop_runtime.text import check_text
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -26,7 +27,7 @@ class Options(TypedDict, total=False):
     temperature: 0 is greedy, above 0 samples; generation_config.json decides.
     top_p, top_k, min_p: which tokens may be drawn; generation_config.json's, else no limit.
     repetition_penalty: above 0; 1 is none. Counts the prompt's tokens too; generation_config.json's.
-    seed: of the random numbers; one is drawn, which `Generation.stats` shows.
+    seed: of the random numbers, 0..2^64-1; one is drawn, which `Generation.stats` shows.
     stop: text that ends the answer and is not part of it, one string or several; generation_config.json's.
     logprobs: give each token its log-probability and those of so many likeliest ids; None gives none.
     prompt_logprobs: the prompt's log-probabilities too, one step per token; needs prefill="full".
@@ -119,15 +120,15 @@ def make_request(
     """
     manifest = defaults.manifest
     asked = _given(options, "max_new_tokens", DEFAULT_NEW_TOKENS)
-    _at_least("max_new_tokens", asked, 1)
+    check_least("max_new_tokens", asked, 1)
     prefill = options.get("prefill", "pop")
     check_prefill(prefill)
     windows = windows_in_force(manifest, options.get("sink_tokens"), options.get("boundary_tokens"), prefill)
     chunk_tokens = _given(options, "prefill_chunk_tokens", CHUNK_TOKENS)
-    check_chunk(chunk_tokens)
+    check_least("prefill_chunk_tokens", chunk_tokens, 1)
     logprobs = options.get("logprobs")
     if logprobs is not None:
-        _at_least("logprobs", logprobs, 0)
+        check_least("logprobs", logprobs, 0)
         if logprobs > manifest.vocab_size:
             raise UsageError(f"logprobs: expected at most the vocabulary's {manifest.vocab_size}, found {logprobs}")
     if options.get("prompt_logprobs") and prefill == "pop":
@@ -165,28 +166,25 @@ def _given(options: Options, name: str, default: int) -> int:
     return default if value is None else value  # type: ignore[return-value]
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    """Raise UsageError unless a value is a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name}: expected at least {least}, found {value!r}")
-
-
 def _stop(defaults: Defaults, options: Options) -> tuple[str, ...]:
     """Return the stop strings in force; those of generation_config.json need a tokenizer to have any effect."""
     given = options.get("stop")
     if given is not None:
-        if not defaults.has_tokenizer:
+        strings = _strings(given, "stop", UsageError)
+        if strings and not defaults.has_tokenizer:
             raise UsageError("stop: expected a tokenizer to match text with, found none; end at ids instead")
-        return _strings(given, "stop", UsageError)
+        return strings
     stored = defaults.generation_config.get("stop_strings")
     if stored is None or not defaults.has_tokenizer:
         return ()
     return _strings(stored, "generation_config.json, stop_strings", ModelError)
 
 
-def _strings(value: object, place: str, error: type[Exception]) -> tuple[str, ...]:
+def _strings(value: object, place: str, error: type[PopError]) -> tuple[str, ...]:
     """Return one string or several as a tuple."""
-    strings = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
+    strings: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
     if not all(isinstance(string, str) and string for string in strings):
         raise error(f"{place}: expected text that is not empty, found {value!r}; change it or leave it out")
+    for string in strings:
+        check_text(string, place, error)
     return tuple(strings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class SamplingSettings:
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0  # in (0, 1]; 1: no limit
     repetition_penalty: float = 1.0  # > 0; 1: none
-    seed: int = 0
+    seed: int = 0  # 0..2^64-1
     min_p: float = 0.0  # in [0, 1], of the highest probability; 0: no limit
 
 
@@ -62,20 +63,20 @@ def settings_in_force(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }  # fmt: skip
-    for name, value in arguments.items():
+    for name, value in (*arguments.items(), ("seed", seed)):
         if value is not None:
             _check(name, value, name, UsageError)
     stored = {name: generation_config[name] for name in arguments if generation_config.get(name) is not None}
     for name, value in stored.items():
         _check(name, value, f"generation_config.json, {name}", ModelError)
-    do_sample = generation_config.get("do_sample") or False
-    if not isinstance(do_sample, bool):
+    do_sample = generation_config.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
         raise ModelError(
             f"generation_config.json, do_sample: expected true or false, found {do_sample!r}; mend the file"
         )
     merged = {**stored, **{name: value for name, value in arguments.items() if value is not None}}
     heat = float(merged.get("temperature", 1.0))
-    sampled = heat > 0 and (do_sample or temperature is not None)
+    sampled = heat > 0 and (bool(do_sample) or temperature is not None)
     if seed is None:
         seed = secrets.randbits(32) if sampled else 0
     return SamplingSettings(
@@ -150,7 +151,7 @@ class Sampler:
         self.settings = settings
         self._seen = np.zeros(vocab_size, bool)
         self._seen[list(seen)] = True
-        self._state = settings.seed & _MASK64
+        self._state = settings.seed
 
     def choose(self, logits: np.ndarray) -> int:
         """Return the next token for logits [V] float32, and count it as seen.
@@ -193,19 +194,20 @@ def split_mix_64(state: int) -> tuple[int, int]:
 def _softmax(scores: np.ndarray) -> np.ndarray:
     """Return the probabilities for scores whose highest is 0."""
     weights = np.exp(scores)
-    return weights / weights.sum()
+    return weights / np.cumsum(weights)[-1]  # summed in order, as in other languages: numpy's sum goes by pairs
 
 
 def _check(name: str, value: Any, place: str, error: type[PopError]) -> None:
     """Raise `error` unless a sampling value is a finite number in its range."""
-    number = isinstance(value, int if name == "top_k" else (int, float)) and not isinstance(value, bool)
-    finite = number and math.isfinite(value)
+    number = isinstance(value, int if name in ("top_k", "seed") else (int, float)) and not isinstance(value, bool)
+    finite = number and abs(value) <= sys.float_info.max  # no NaN, and no integer too large for a float
     expected, holds = {
         "temperature": ("a number of at least 0", finite and value >= 0),
         "top_k": ("a whole number of at least 0 (0: no limit)", finite and value >= 0),
         "top_p": ("a number above 0 and at most 1", finite and 0 < value <= 1),
         "min_p": ("a number from 0 to 1", finite and 0 <= value <= 1),
         "repetition_penalty": ("a number above 0", finite and value > 0),
+        "seed": (f"a whole number of 0..{_MASK64}", finite and 0 <= value <= _MASK64),
     }[name]
     if not holds:
         raise error(f"{place}: expected {expected}, found {value!r}; change it or leave it out")

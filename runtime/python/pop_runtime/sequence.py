@@ -111,7 +111,7 @@ class Sequence:
         """
         ids = checked_ids(ids, self._manifest)
         check_prefill(prefill)
-        check_chunk(chunk_tokens)
+        check_least("prefill_chunk_tokens", chunk_tokens, 1)
         windows = windows or self._manifest.windows
         check_windows(windows, self._manifest, prefill)
         self._check_room(len(ids))
@@ -232,10 +232,12 @@ def checked_ids(ids: Iterable[int], manifest: Manifest) -> list[int]:
     return [int(token) for token in ids]
 
 
-def check_chunk(chunk_tokens: int) -> None:
-    """Raise UsageError unless a chunk is a whole number of at least 1 token."""
-    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
-        raise UsageError(f"prefill_chunk_tokens: expected at least 1, found {chunk_tokens!r}")
+def check_least(name: str, value: object, least: int, why: str = "") -> None:
+    """Raise UsageError unless a value is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{name}: expected a whole number, found {value!r}; change it or leave it out")
+    if value < least:
+        raise UsageError(f"{name}: expected at least {least}{why}, found {value}; raise it")
 
 
 def windows_in_force(
@@ -259,15 +261,11 @@ def check_windows(windows: Windows, manifest: Manifest, prefill: str = "pop") ->
     """Refuse windows that no turn can have, or that the pruned graph's projections were not fitted for.
 
     Raises:
-        UsageError: the sink is below 0, the boundary below 1 token, or a fitted prefill graph is to be run with a
-            smaller sink than it was fitted for.
+        UsageError: the sink is no whole number of at least 0, the boundary none of at least 1, or a fitted prefill
+            graph is to be run with a smaller sink than it was fitted for.
     """
-    if windows.sink_tokens < 0:
-        raise UsageError(f"sink_tokens: expected at least 0, found {windows.sink_tokens}")
-    if windows.boundary_tokens < 1:
-        raise UsageError(
-            f"boundary_tokens: expected at least 1 (the last token predicts the next), found {windows.boundary_tokens}"
-        )
+    check_least("sink_tokens", windows.sink_tokens, 0)
+    check_least("boundary_tokens", windows.boundary_tokens, 1, " (the last token predicts the next)")
     is_fitted = bool(manifest.plan.refitted_layers or manifest.plan.surrogate_layers)
     if prefill == "pop" and is_fitted and windows.sink_tokens < manifest.windows.sink_tokens:
         raise UsageError(

@@ -15,6 +15,7 @@ from pop_runtime.chain import ChainedSession, Link
 from pop_runtime.device_weights import upload_shared
 from pop_runtime.engine import Engine, find_engine
 from pop_runtime.errors import BackendError, ModelError, UsageError
+from pop_runtime.graph_check import check_graph, check_hidden_states
 from pop_runtime.manifest import Manifest, Segment
 from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on, require_provider
 from pop_runtime.providers import CPU, HOST, Place, Target, shape_profiles
@@ -33,7 +34,6 @@ SEGMENT_ENTRIES = {"session.force_spinning_stop": "1", "session.intra_op.spin_du
 PREFILL_ENTRIES = {"session.intra_op.allow_spinning": "0"}
 DECODE_ENTRIES = {"session.intra_op.allow_spinning": "1"}
 UNPACKED = {"session.disable_prepacking": "1"}
-ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"}
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,20 @@ def open_pair(
         engine: what `pop-compile` made for it, in place of the bundle's graphs.
 
     Raises:
-        UsageError: fewer than one thread.
+        UsageError: fewer than one thread, or `low_memory` with an engine.
         ModelError: a graph is missing, or its inputs and outputs are not those of the manifest.
         BackendError: ONNX Runtime cannot load a graph, or not on the target alone.
     """
     if threads is not None and threads < 1:
         raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
+    if low_memory and engine is not None:
+        raise UsageError("low_memory: expected no engine, found one, which runs as it was built; leave one out")
     count = threads or visible_cores()
-    leaves_unpacked = low_memory and engine is None and not manifest.precision.startswith("int")
+    leaves_unpacked = low_memory and not manifest.precision.startswith("int")
     if manifest.segments and target.provider.runs_segments and not leaves_unpacked:
         pair = open_segments(folder, manifest, count, target, engine)
+        for chain in (pair.prefill, pair.decode):
+            check_hidden_states(chain, folder)
         check_graph(pair.prefill, manifest, str(folder / manifest.prefill_graph), has_logits=False)
         check_graph(pair.decode, manifest, str(folder / manifest.decode_graph), has_logits=True)
         return pair
@@ -112,7 +116,7 @@ def open_segments(
     opened = list(zip(manifest.segments, sessions, strict=True))
     prefill, decode = (
         ChainedSession(
-            tuple(Link(at, part.hidden_in, part.hidden_out) for part, at in opened if stage in part.stages),
+            tuple(Link(at, part.hidden_in, part.hidden_out, part.graph) for part, at in opened if stage in part.stages),
             manifest.input_ids,
             place,
         )
@@ -278,46 +282,3 @@ def backend_error(place: str, expected: str, error: Exception, next_step: str | 
     """Return an error of ONNX Runtime as one line."""
     next_step = next_step or f"re-run pop-export, or change onnxruntime {onnxruntime.__version__}"
     return BackendError(f"{place}: expected {expected}, found {' '.join(str(error).split())}; {next_step}")
-
-
-def check_graph(
-    session: onnxruntime.InferenceSession | ChainedSession, manifest: Manifest, place: str, has_logits: bool
-) -> None:
-    """Check that a graph has the inputs and outputs which the manifest promises, with the right types and sizes.
-
-    Raises:
-        ModelError: the first that is missing, or has another type or size.
-    """
-    inputs = {value.name: value for value in session.get_inputs()}
-    outputs = {value.name: value for value in session.get_outputs()}
-    for name in (manifest.input_ids, manifest.attention_mask):
-        _check_value(inputs, name, ("tensor(int64)",), (None, None), place)
-    for layer, kv in enumerate(manifest.kv_layers):
-        key, value = (None, kv.num_heads, None, kv.key_head_size), (None, kv.num_heads, None, kv.value_head_size)
-        kind = (ORT_TYPES[manifest.kv_dtype],)
-        _check_value(inputs, manifest.past_key.format(layer=layer), kind, key, place)
-        _check_value(inputs, manifest.past_value.format(layer=layer), kind, value, place)
-        _check_value(outputs, manifest.present_key.format(layer=layer), kind, key, place)
-        _check_value(outputs, manifest.present_value.format(layer=layer), kind, value, place)
-    if has_logits:
-        _check_value(outputs, manifest.logits, tuple(ORT_TYPES.values()), (None, None, manifest.vocab_size), place)
-
-
-def _check_value(
-    values: dict[str, onnxruntime.NodeArg], name: str, kinds: tuple[str, ...], shape: tuple[int | None, ...], place: str
-) -> None:
-    """Check one graph input or output; None in `shape` is any size, and a size the graph leaves open is accepted."""
-    if name not in values:
-        raise ModelError(f"{place}: expected the value {name!r} (manifest.json), found none; re-run pop-export")
-    value = values[name]
-    if value.type not in kinds:
-        expected = " or ".join(kinds)
-        raise ModelError(f"{place}, {name}: expected {expected} (manifest.json), found {value.type}; re-run pop-export")
-    agrees = len(value.shape) == len(shape) and all(
-        wanted is None or not isinstance(found, int) or found == wanted
-        for wanted, found in zip(shape, value.shape, strict=True)
-    )
-    if not agrees:
-        raise ModelError(
-            f"{place}, {name}: expected shape {list(shape)} (manifest.json), found {value.shape}; re-run pop-export"
-        )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.errors import ModelError, PopError, UsageError
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what an unfinished UTF-8 character decodes to
 
@@ -40,17 +40,25 @@ def open_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def check_text(text: str, place: str, error: type[PopError] = UsageError) -> None:
+    """Raise `error` if a text holds half a character (a lone surrogate), which no tokenizer takes.
+
+    Bytes that are not UTF-8 give such a text on a command line, and so does an escape in JSON.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as cause:
+        found = f"{text[cause.start]!a} at {cause.start}"
+        raise error(f"{place}: expected UTF-8 text, found {found}; change it or leave it out") from cause
+
+
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """Return the ids of a text.
 
     Raises:
-        UsageError: the text holds half a character (a lone surrogate), as bytes that are not UTF-8 give on a command
-            line.
+        UsageError: as `check_text`.
     """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(f"prompt: expected UTF-8 text, found {text[error.start]!a} at {error.start}") from error
+    check_text(text, "prompt")
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from pop_runtime.text import Token
+from pop_runtime.text import Token, check_text
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class Transcript:
         Where the rendering goes on from the cached text, all stay: the turn's ids are those the tokenizer gives the
         whole rendering from there on, or, if one of its tokens lies across that place, those of the rest alone.
         Where it differs, the tokens up to the last common border stay.
+
+        Raises:
+            UsageError: as `check_text`.
         """
+        check_text(rendering, "prompt")
         common = _num_common(self.text, rendering)
         if common == len(rendering):  # the cache holds all of it
             return Turn(rendering, len(self.ends), [], [])

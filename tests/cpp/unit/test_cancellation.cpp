@@ -61,7 +61,7 @@ TEST_CASE("cancelled while its turn is read, a conversation is what it was and t
     CHECK(conversation.provenance() == depth);
     CHECK(conversation.token_ids() == ids);
     CHECK(conversation.generate(options).token_ids == begin().generate(options).token_ids);
-    CHECK(conversation.token_ids().size() == ids.size() + 3);
+    CHECK(conversation.token_ids().size() == ids.size() + 6 + 3);
 }
 
 TEST_CASE("a turn that is cancelled half way is read again in full") {

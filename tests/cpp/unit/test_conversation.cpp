@@ -64,11 +64,24 @@ TEST_CASE("after a rewind all goes on as if the rest had never been") {
     CHECK(conversation.generate(options_for(6)).token_ids == first);  // the last prompt token is fed again
     conversation.rewind(13);
     CHECK(conversation.generate(options_for(3)).token_ids == Ids(first.begin() + 3, first.end()));
-    conversation.append(some_ids(4, 1));
-    conversation.rewind(18);
-    CHECK(conversation.token_ids() == joined(joined(some_ids(10), first), Ids{some_ids(4, 1)[0], some_ids(4, 1)[1]}));
-    CHECK_THROWS_AS(conversation.rewind(19), UsageError);
     CHECK_THROWS_AS(conversation.rewind(-1), UsageError);
+}
+
+TEST_CASE("a rewind forgets what is pending, which is no part of the sequence") {
+    auto conversation = bundle().conversation();
+    conversation.append(some_ids(4));
+    CHECK(conversation.token_ids().empty());
+    conversation.generate(options_for(2));
+    const auto ids = conversation.token_ids();
+    conversation.append(some_ids(3, 1));
+    CHECK(conversation.token_ids() == ids);
+    CHECK_THROWS_AS(conversation.rewind(7), UsageError);
+    conversation.rewind(6);
+    CHECK(conversation.token_ids() == ids);
+    CHECK(conversation.generate(options_for(1)).stats.num_prompt_tokens == 0);
+    conversation.append(some_ids(3, 1));
+    conversation.rewind(0);
+    CHECK_THROWS_AS(conversation.generate(), UsageError);
 }
 
 TEST_CASE("what does not fit is refused and leaves the conversation usable") {

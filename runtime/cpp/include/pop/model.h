@@ -182,12 +182,12 @@ public:
     // Throws as `Model::generate`; UsageError too if the conversation is empty.
     Answer generate(const GenerateOptions& options = {}, const OnToken& on_token = {});
 
-    // Forgets all from `position` on, pending tokens included.
+    // Forgets all from `position` on, and what was appended but not read.
     //
-    // Throws UsageError: `position` is not within 0 and the number of tokens.
+    // Throws UsageError: `position` is not within 0 and the number of tokens in `token_ids`.
     void rewind(std::int64_t position);
 
-    // Returns all tokens: those read, those generated and those pending.
+    // Returns the tokens read and generated so far, without those still to be read.
     std::vector<std::int64_t> token_ids() const;
 
     // Returns for each position in the KV cache what wrote it.

@@ -72,7 +72,8 @@ class Settings:
 
     def windows(self, manifest: Manifest) -> Windows:
         """Return the windows of every turn; raise UsageError for any that the bundle cannot have."""
-        return windows_in_force(manifest, self.sink_tokens, self.boundary_tokens)
+        prefill = "pop" if "pop" in self.prefills else "full"
+        return windows_in_force(manifest, self.sink_tokens, self.boundary_tokens, prefill)
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Sample]]:
@@ -178,10 +179,12 @@ def _lines(settings: Settings, threads: int, missing: list[str]) -> tuple[list[L
 
 
 def _bundle_spec(settings: Settings, threads: int, graphs: str = "both") -> dict[str, Any]:
+    has_windows = "pop" in settings.prefills  # without: memory is read under the bundle's own
     return {
         "engine": "bundle", "path": str(settings.folder), "threads": threads, "low_memory": settings.low_memory,
         "clock": settings.clock, "graphs": graphs, "compiled": settings.compiled, **dataclasses.asdict(settings.target),
-        "sink_tokens": settings.sink_tokens, "boundary_tokens": settings.boundary_tokens,
+        "sink_tokens": settings.sink_tokens if has_windows else None,
+        "boundary_tokens": settings.boundary_tokens if has_windows else None,
     }  # fmt: skip
 
 
