@@ -1,13 +1,9 @@
-"""Write a bundle: into a temporary sibling first, and under its name only when it is whole."""
+"""Where a bundle may be written, and its graphs over one file of weights."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +14,9 @@ from pop_export.graph.fuse import Fusion, write_graph
 from pop_export.graph.passes.quantize_embedding import SAME_BYTES
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME, Manifest, sha256_of
+from pop_runtime.staging import existing_parent, scratch_folder
 
 INLINE_BYTES = 1024  # smaller constants stay in the graph, where ONNX Runtime folds shapes with them
-FULL_BYTES = 1 << 20  # a disk with less room is taken for full
 ALIGNMENT_BYTES = 4096  # a page: each weight can be mapped by itself
 PAGED_BYTES = 1 << 16  # smaller ones, as the scales of quantised weights, share pages: padding would be 1 % of a bundle
 
@@ -35,11 +31,23 @@ class Bundle:
 
 
 def check_target(out: Path, force: bool) -> None:
-    """Refuse a target that would destroy something, before any work is done.
+    """Refuse a target that would destroy something or cannot be written, before any work is done.
 
     Raises:
-        UsageError: `out` is a file, a folder of something else, or a bundle and `force` is not given.
+        UsageError: `out` is a file, a folder of something else, or a bundle and `force` is not given; or it cannot be
+            made.
     """
+    try:
+        _refuse_other_content(out, force)
+        with scratch_folder(out):
+            pass  # its place can be written, and its name is not too long
+    except OSError as error:
+        found = f"{error.strerror} ({error.filename})"
+        raise UsageError(f"--out {out}: expected a folder that can be made, found {found}; choose another") from error
+
+
+def _refuse_other_content(out: Path, force: bool) -> None:
+    """Raise UsageError unless there is nothing in the way of a bundle, or `force` and a bundle that it may replace."""
     if out.is_file() or (out.is_symlink() and not out.exists()):
         raise UsageError(f"--out {out}: expected a folder to make, found a file; choose another name")
     if not out.is_dir() or not any(out.iterdir()):
@@ -60,65 +68,12 @@ def check_space(out: Path, num_bytes: int) -> None:
     Raises:
         ModelError: less is free.
     """
-    place = next(folder for folder in out.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing_parent(out)).free
     if free < num_bytes:
         raise ModelError(
             f"{out}: expected room for at least {num_bytes / 1e6:.1f} MB, found {free / 1e6:.1f} MB free; "
             "clear some, or choose another disk with --out"
         )
-
-
-@contextmanager
-def staged_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty sibling of `out` to fill; it takes the name `out` if the block ends well, and else is removed.
-
-    What an earlier run left behind when it was killed is removed first.
-
-    Raises:
-        ModelError: the disk is full or cannot be written.
-    """
-    out = out.absolute()
-    staging = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(out)
-        staging.mkdir()
-        yield staging
-        _replace(out, staging)
-    except OSError as error:
-        reason = "the disk is full" if _is_full(error, out.parent) else error.strerror or str(error)
-        raise ModelError(f"{error.filename or out}: cannot write the bundle: {reason}; nothing was changed") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _is_full(error: OSError, folder: Path) -> bool:
-    """Return whether a full disk is the cause; numpy's writes fail without a code."""
-    return error.errno == errno.ENOSPC or (error.errno is None and shutil.disk_usage(folder).free < FULL_BYTES)
-
-
-def _remove_leftovers(out: Path) -> None:
-    for folder in out.parent.glob(f".{out.name}.partial-*"):
-        pid = folder.name.rpartition("-")[2]
-        if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _replace(out: Path, staging: Path) -> None:
-    """Put `staging` in the place of `out`, whose old content is deleted only then."""
-    if not out.exists():
-        staging.rename(out)
-        return
-    target = out.resolve()  # a link to a bundle keeps pointing to the new one
-    old = target.parent / f".{target.name}.partial-old-{os.getpid()}"
-    target.rename(old)
-    try:
-        staging.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    shutil.rmtree(old)
 
 
 def save_graphs(folder: Path, graphs: dict[str, ir.Model], weights: str) -> dict[str, Fusion]:

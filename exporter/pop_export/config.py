@@ -73,7 +73,10 @@ class ExportConfig:
     threads: int | None = None  # None: one per visible core
 
     def __post_init__(self) -> None:
-        """Refuse values that no model could make sense of."""
+        """Take paths as text too, and refuse values that no model could make sense of."""
+        for name in ("out", "calibration"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
         for name in (
             "calibration_samples",
             "calibration_length",

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from pop_export.ablation import ablation_summary
-from pop_export.bundle import Bundle, check_space, check_target, save_graphs, staged_folder
+from pop_export.bundle import Bundle, check_space, check_target, save_graphs
 from pop_export.calibration.calibrate import calibrate
 from pop_export.calibration.corpus import Samples, calibration_samples
 from pop_export.calibration.fitting_text import FittingText, fitting_text
@@ -56,6 +56,7 @@ from pop_export.verify import (
 from pop_runtime.manifest import KvLayer, Manifest, Plan, describe_files, write_manifest
 from pop_runtime.model import Model
 from pop_runtime.sessions import SessionPair, open_graphs, open_pair, visible_cores
+from pop_runtime.staging import staged_folder
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
@@ -120,7 +121,7 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("precision", "storing weights"):
         stored = store_precision(config, checkpoint.model, decode, prefill, text.fitting)
         prepare_attention(decode, prefill, max_positions_of(checkpoint.model))
-    with staged_folder(config.out) as folder:
+    with staged_folder(config.out, "bundle") as folder:
         manifest = _manifest(config, checkpoint, kv_layers, choice, fitted, stored)
         with watch.stage("write", "writing graphs and weights"):
             # decode first: its weights then lie where they lie for any plan that re-fits the layers it skips

@@ -1,18 +1,13 @@
-"""Writing a bundle: all or nothing."""
+"""Where a bundle may be written, and its graphs over one file of weights."""
 
 from __future__ import annotations
-
-import errno
-import os
-import subprocess
-import sys
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
-from pop_export.bundle import check_space, check_target, save_graphs, staged_folder
+from pop_export.bundle import check_space, check_target, save_graphs
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME
 
@@ -54,84 +49,31 @@ def test_a_disk_without_room_for_the_weights_is_refused_before_the_work(tmp_path
         check_space(tmp_path / "out", 10**18)
 
 
-def test_a_write_that_fails_without_a_code_on_a_full_disk_is_called_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 0}))
-    with pytest.raises(ModelError, match="the disk is full"), staged_folder(tmp_path / "out"):
-        raise OSError("8192 requested and 0 written")
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "out", ["file/out", "file/deep/out", "/proc/none/out", "x" * 250, "x" * 300, "deep/" + "x" * 300]
+)
+def test_a_target_that_cannot_be_made_is_refused_before_the_work(tmp_path, out, force):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(
+        UsageError, match=r"^--out .*: expected a folder that can be made, found [A-Z].* \(.*\); choose another"
+    ):
+        check_target(tmp_path / out, force)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_finished_folder_takes_its_name_whole(tmp_path):
-    with staged_folder(tmp_path / "deep" / "out") as folder:
-        (folder / MANIFEST_NAME).write_text("new")
-        assert not (tmp_path / "deep" / "out").exists()
-    assert (tmp_path / "deep" / "out" / MANIFEST_NAME).read_text() == "new"
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
-
-
-def test_an_old_bundle_is_replaced_whole(tmp_path):
-    target = _bundle(tmp_path / "out")
-    (target / "left-over.onnx").write_text("old")
-    with staged_folder(target) as folder:
-        (folder / MANIFEST_NAME).write_text("new")
-    assert {path.name: path.read_text() for path in target.iterdir()} == {MANIFEST_NAME: "new"}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_link_to_a_bundle_goes_on_pointing_to_the_new_one(tmp_path):
-    _bundle(tmp_path / "real")
-    (tmp_path / "link").symlink_to("real")
-    with staged_folder(tmp_path / "link") as folder:
-        (folder / MANIFEST_NAME).write_text("new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real" / MANIFEST_NAME).read_text() == "new"
-
-
-@pytest.mark.parametrize("error", [ValueError("bug"), KeyboardInterrupt()])
-def test_an_interrupted_export_leaves_nothing_and_keeps_the_old_bundle(tmp_path, error):
-    target = _bundle(tmp_path / "out")
-    with pytest.raises(type(error)), staged_folder(target) as folder:
-        (folder / "weights.bin").write_text("half")
-        raise error
-    assert (target / MANIFEST_NAME).read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
-    script = (
-        "import os, sys, pathlib; from pop_export.bundle import staged_folder\n"
-        "with staged_folder(pathlib.Path(sys.argv[1])) as folder:\n"
-        "    (folder / 'weights.bin').write_text('half'); os.kill(os.getpid(), 9)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
-    assert killed.returncode == -9
-    assert not (tmp_path / "out").exists()
-    assert len(list(tmp_path.iterdir())) == 1
-    with staged_folder(tmp_path / "out") as folder:
-        (folder / MANIFEST_NAME).write_text("new")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_running_export_beside_this_one_is_left_alone(tmp_path):
-    running = tmp_path / f".out.partial-{os.getppid()}"
-    running.mkdir()
-    with staged_folder(tmp_path / "out"):
-        pass
-    assert running.is_dir()
-
-
-def test_a_full_disk_is_named_and_nothing_stays(tmp_path):
-    full = OSError(errno.ENOSPC, "No space left on device", "weights.bin")
-    message = r"weights\.bin: cannot write the bundle: the disk is full"
-    with pytest.raises(ModelError, match=message), staged_folder(tmp_path / "out") as folder:
-        (folder / "weights.bin").write_text("half")
-        raise full
+def test_a_check_of_the_target_leaves_nothing_behind(tmp_path):
+    check_target(tmp_path / "deep" / "deeper" / "out", force=False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ModelError, match="cannot write the bundle"), staged_folder(tmp_path / "file" / "out"):
-        pass
+def test_the_room_is_that_of_the_disk_which_a_link_points_to(tmp_path, monkeypatch):
+    (tmp_path / "there" / "real").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("there/real")
+    measured = []
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: measured.append(folder) or type("Usage", (), {"free": 9}))
+    check_space(tmp_path / "link", 9)
+    assert measured == [tmp_path / "there"]
 
 
 def test_both_graphs_read_the_same_bytes_of_one_file(tiny_bundle):

@@ -113,6 +113,28 @@ def test_a_failed_rebuild_keeps_the_engine_that_was_there(compiled: Path, monkey
     assert _engine_folders(compiled) == before and _tokens(compiled, engine=True) == _tokens(compiled)
 
 
+def test_an_old_engine_stays_until_the_new_one_has_its_name(compiled: Path, monkeypatch: Any, capsys: Any) -> None:
+    before, real = _engine_folders(compiled), Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name and ".partial-old-" not in path.name:
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert main([str(compiled), "--ep", "cpu", "--force"]) == 3
+    assert "cannot write the engine: Input/output error; nothing was changed" in capsys.readouterr().err
+    assert _engine_folders(compiled) == before and _tokens(compiled, engine=True) == _tokens(compiled)
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(compiled: Path) -> None:
+    (engine,) = _engine_folders(compiled)
+    left = compiled / "engines" / f".{engine.name}.partial-0"
+    left.mkdir()
+    assert main([str(compiled), "--ep", "cpu", "--force"]) == 0
+    assert not left.exists()
+
+
 def test_an_engine_without_finite_numbers_is_not_kept(tmp_path: Path, capsys: Any) -> None:
     weights = tiny_weights()
     weights["head"][:] = float("nan")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pop_runtime.engine import ENGINES, Engine, engine_folder, graph_names, make_facts, read_record, write_record
-from pop_runtime.errors import BackendError, GateError, ModelError
+from pop_runtime.engine import Engine, engine_folder, graph_names, make_facts, read_record, write_record
+from pop_runtime.errors import BackendError, GateError
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.machine import describe_machine
 from pop_runtime.manifest import Manifest, describe_files
@@ -28,6 +27,7 @@ from pop_runtime.sessions import (
     session_options,
     visible_cores,
 )
+from pop_runtime.staging import staged_folder
 
 LOG = "build.log"
 HEARTBEAT_S = 15.0
@@ -67,7 +67,7 @@ def build_engine(
     if folder.is_dir() and not force:
         return read_record(folder), False
     started = time.monotonic()
-    with _staged(folder) as staging:
+    with staged_folder(folder, "engine") as staging:
         nodes = {}
         for name in graph_names(manifest, target):
             with _progress(f"{name} for {target.ep} on {machine.device}", say), _logged(staging / LOG):
@@ -125,29 +125,6 @@ def _try(bundle: Path, manifest: Manifest, target: Target, engine: Engine) -> No
     logits = sequence.feed(ids[:1], "decode")
     if logits is None or not np.isfinite(logits).all():
         raise GateError(f"--ep {target.ep}: expected finite logits of a first run, found none; use another --precision")
-
-
-@contextmanager
-def _staged(folder: Path) -> Iterator[Path]:
-    """Yield an empty sibling of `folder`; it takes the name `folder` if the block ends well, and else is removed."""
-    staging = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    fresh = not folder.parent.exists()
-    try:
-        folder.parent.mkdir(exist_ok=True)
-        staging.mkdir()
-        yield staging
-        if folder.exists():
-            shutil.rmtree(folder)
-        staging.rename(folder)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ModelError(
-            f"{error.filename or folder}: cannot write the engine: {reason}; nothing was changed"
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if fresh and folder.parent.name == ENGINES and folder.parent.is_dir() and not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
 
 
 @contextmanager

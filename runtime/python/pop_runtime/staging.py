@@ -1,0 +1,98 @@
+"""Write a folder whole or not at all: into a hidden sibling first, which takes its name only when it is finished."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pop_runtime.errors import ModelError
+
+FULL_BYTES = 1 << 20  # a disk with less room is taken for full
+
+
+@contextmanager
+def staged_folder(target: Path, what: str) -> Iterator[Path]:
+    """Yield an empty folder to fill; it takes the name `target` if the block ends well, and else is removed.
+
+    Where `target` is a link, what it points to is replaced.
+
+    Args:
+        target: the folder to make or to replace.
+        what: it holds, for messages: "bundle".
+
+    Raises:
+        ModelError: the disk is full or cannot be written.
+    """
+    try:
+        with scratch_folder(target) as staging:
+            yield staging
+            _replace(target.resolve(), staging)
+    except OSError as error:
+        reason = "the disk is full" if _is_full(error, target) else error.strerror or str(error)
+        raise ModelError(
+            f"{error.filename or target}: cannot write the {what}: {reason}; nothing was changed"
+        ) from error
+
+
+@contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty sibling of `target`, which is removed at the end unless it was renamed.
+
+    It lies in the file system of `target`, whose links are followed, so that it can take its name. What an earlier run
+    left behind when it was killed is removed first, and in the end every parent that was made and stayed empty.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    target = target.resolve()
+    made = [folder for folder in target.parents if not folder.exists()]
+    staging = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        staging.mkdir()
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):  # not empty, or never made
+                folder.rmdir()
+
+
+def existing_parent(target: Path) -> Path:
+    """Return the nearest folder around `target`, links followed, that is there: its disk is the one written to."""
+    return next(folder for folder in target.resolve().parents if folder.is_dir())
+
+
+def _is_full(error: OSError, target: Path) -> bool:
+    """Return whether a full disk is the cause; numpy's writes fail without a code."""
+    if error.errno is None:
+        return shutil.disk_usage(existing_parent(target)).free < FULL_BYTES
+    return error.errno == errno.ENOSPC
+
+
+def _remove_leftovers(target: Path) -> None:
+    for folder in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        pid = folder.name.rpartition("-")[2]
+        if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(target: Path, staging: Path) -> None:
+    """Put `staging` in the place of `target`, whose old content is deleted only then."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    old = target.parent / f".{target.name}.partial-old-{os.getpid()}"
+    target.rename(old)
+    try:
+        staging.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old)
