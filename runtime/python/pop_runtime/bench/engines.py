@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from pop_runtime.engine import Engine as EngineFiles
+    from pop_runtime.manifest import Manifest
     from pop_runtime.model import Model
     from pop_runtime.providers import Target
+    from pop_runtime.sessions import SessionPair
 
 
 @dataclass(frozen=True)
@@ -104,16 +108,29 @@ def _decode_alone(folder: Path, threads: int, target: Target, compiled: bool) ->
     from pop_runtime.errors import ModelError
     from pop_runtime.manifest import read_manifest
     from pop_runtime.model import Model
-    from pop_runtime.providers import Place
-    from pop_runtime.sessions import DECODE_ENTRIES, SessionPair, engine_for, open_session
+    from pop_runtime.sessions import engine_for
 
     manifest = read_manifest(folder)
     built = engine_for(folder, manifest, target, compiled, verify=False)
+    model = Model(folder, manifest, _decode_twice(folder, manifest, threads, target, built))
+    with suppress(ModelError):  # `load` reads it too: both have it in memory, or neither
+        _ = model.tokenizer
+    return model
+
+
+def _decode_twice(
+    folder: Path, manifest: Manifest, threads: int, target: Target, built: EngineFiles | None
+) -> SessionPair:
+    """Return the decode graph in both places: whole, or as a chain where an engine was built of segments."""
+    from pop_runtime.providers import Place
+    from pop_runtime.sessions import DECODE_ENTRIES, SessionPair, open_segments, open_session
+
+    if built is not None and manifest.decode_graph not in built.files:
+        own = tuple(part for part in manifest.segments if "decode" in part.stages)
+        pair = open_segments(folder, dataclasses.replace(manifest, segments=own), threads, target, built)
+        return dataclasses.replace(pair, prefill=pair.decode)
     alone = open_session(
         folder / manifest.decode_graph, threads, DECODE_ENTRIES, target, manifest, built, records=target.cuda_graphs
     )
     place = Place(target.provider.memory, target.device, None if built is None else built.facts.shapes)
-    model = Model(folder, manifest, SessionPair(alone, alone, threads, target, place))
-    with suppress(ModelError):  # `load` reads it too: both have it in memory, or neither
-        _ = model.tokenizer
-    return model
+    return SessionPair(alone, alone, threads, target, place)
