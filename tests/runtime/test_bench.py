@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -123,6 +124,16 @@ def test_a_peer_takes_turns_in_a_process_of_its_own(bundle, tmp_path):
         (["--ep", "cpu", "--device", "1"], "--device: expected 0, found 1"),
         (["--ep", "tensorrt"], "--ep tensorrt: expected a bundle of dialect standard, found ort"),
         (["--clock", "cpu", "--threads", "2"], "--clock cpu: expected --threads 1"),
+        (["--prefill", "pop,pop"], "--prefill: expected each entry once, found one twice; drop it"),
+        (["--prompt-lengths", "8,20,8"], "--prompt-lengths: expected each entry once"),
+        (["--peers", "transformers=a/hf,transformers=./a/hf"], "--peers: expected each entry once"),
+        (
+            ["--csv", "/proc/none/samples.csv"],
+            "--csv /proc/none/samples.csv: expected a file that can be written, found: ",
+        ),
+        (["--csv", "/"], "--csv /: expected a file that can be written, found: Is a directory; choose another"),
+        (["--plot", "/proc/none/p.png"], "--plot /proc/none/p.png: expected a file that can be written, found: "),
+        (["--plot", "times.xyz"], "--plot times.xyz: expected a name that ends in one of "),
         (["--peers", "vllm=x"], "--peers: expected some of transformers, onnxruntime-genai, openvino-genai, llama-cpp"),
     ],
 )
@@ -150,6 +161,43 @@ def test_the_provider_is_in_the_report_with_the_nodes_that_it_runs(bundle, capsy
 def test_an_engine_that_was_not_compiled_is_asked_for(bundle, capsys):
     assert main([str(bundle), *SMALL, "--engine"]) == 4
     assert "expected an engine for --ep cpu" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_in_the_end_costs_no_figures(bundle, capsys, monkeypatch, tmp_path):
+    def full_disk(path, samples):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("pop_runtime.bench.cli.write_csv", full_disk)
+    (tmp_path / "kept.png").write_text("of an earlier run")
+    flags = ["--csv", str(tmp_path / "samples.csv"), "--plot", str(tmp_path / "kept.png"), "--prefill", "full"]
+    assert main([str(bundle), *SMALL, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert "pop-export, full prefill" in out and "1 threads, 2 rounds" in out
+    assert "samples.csv: expected a file that can be written, found: No space left on device" in err.splitlines()[-1]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept.png": "of an earlier run"}
+
+
+@pytest.mark.parametrize(
+    "content", ['{"work": {"full": {}, "pruned": {}}}', '{"work": {"full": {"linear": 1}}}', '{"work": 3}', "[]", "{"]
+)
+def test_a_report_of_another_shape_is_refused_before_work(bundle, capsys, tmp_path, content):
+    folder = shutil.copytree(bundle, tmp_path / "bundle")
+    (folder / "report.json").write_text(content)
+    assert main([str(folder), *SMALL]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and "loading" not in err and err.count("\n") == 1
+    assert "report.json: expected the work of both prefills as pop-export counts it, found " in err
+
+
+def test_peers_of_equal_last_names_keep_their_own_lines():
+    peers = [("llama-cpp", Path("q4/model.gguf")), ("llama-cpp", Path("q8/model.gguf")), ("transformers", Path("a/hf"))]
+    found = measuring.labelled(peers)
+    assert found == dict(
+        zip(("llama-cpp (q4/model.gguf)", "llama-cpp (q8/model.gguf)", "transformers (hf)"), peers, strict=True)
+    )
+    lines, specs = measuring._lines(Settings(Path("out")), 1, found)
+    assert [line.label for line in lines[2:]] == list(found)
+    assert [specs[label]["path"] for label in found] == ["q4/model.gguf", "q8/model.gguf", "a/hf"]
 
 
 def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkeypatch, tmp_path):
@@ -213,8 +261,7 @@ def test_pruned_against_full_is_the_median_of_the_rounds_own_ratios(bundle):
         Sample(measuring._line(kind), 8, index, Run(ms, (), (1,)))
         for kind in times for index, ms in enumerate(times[kind], 1)
     ]  # fmt: skip
-    settings = Settings(bundle, (8,))
-    (found,) = measuring._ratios(settings, measuring.read_manifest(bundle), samples)
+    (found,) = measuring._ratios(Settings(bundle, (8,)), lambda num_tokens: None, samples)
     assert found == {"num_prompt": 8, "measured": 1.5, "limit": None}  # of 2, 1.5 and 1.5
 
 

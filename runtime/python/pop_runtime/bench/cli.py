@@ -6,9 +6,11 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from pop_runtime.bench.output import plot, table, write_csv
+from pop_runtime.bench.output import plot, plot_endings, table, write_csv
 from pop_runtime.bench.peers import PEERS
 from pop_runtime.errors import BackendError, PopError, UsageError
 from pop_runtime.flags import add_target_flags
@@ -71,8 +73,7 @@ def _run(arguments: argparse.Namespace) -> None:
     """Check, measure, show."""
     from pop_runtime.bench.measure import Settings, measure  # here, so that --help needs no onnxruntime
 
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BackendError("--plot: expected the package matplotlib, found none; pip install matplotlib")
+    _check_files(arguments)
     settings = Settings(
         folder=arguments.dir,
         prompt_lengths=_lengths(arguments.prompt_lengths),
@@ -89,11 +90,40 @@ def _run(arguments: argparse.Namespace) -> None:
         boundary_tokens=arguments.boundary_tokens,
     )
     report, samples = measure(settings, lambda text: print(text, file=sys.stderr, flush=True))
+    print(json.dumps(report) if arguments.json else table(report), flush=True)  # first: a file may fail even now
     if arguments.csv is not None:
-        write_csv(arguments.csv, samples)
+        with _writing("--csv", arguments.csv):
+            write_csv(arguments.csv, samples)
     if arguments.plot is not None:
-        plot(arguments.plot, report)
-    print(json.dumps(report) if arguments.json else table(report))
+        with _writing("--plot", arguments.plot):
+            plot(arguments.plot, report)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse files that could not be written when all is measured, and leave those that are there as they are."""
+    if arguments.plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise BackendError("--plot: expected the package matplotlib, found none; pip install matplotlib")
+        known, ending = plot_endings(), arguments.plot.suffix.removeprefix(".").lower()
+        if ending not in known:
+            raise UsageError(f"--plot {arguments.plot}: expected a name that ends in one of {', '.join(known)}")
+    for flag, path in (("--csv", arguments.csv), ("--plot", arguments.plot)):
+        if path is not None:
+            with _writing(flag, path):
+                was_there = path.exists()
+                path.open("ab").close()
+                if not was_there:
+                    path.unlink()
+
+
+@contextmanager
+def _writing(flag: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{flag} {path}: expected a file that can be written, found: {error.strerror}; choose another"
+        ) from error
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.bench.peers import PEERS
 from pop_runtime.bench.processes import Worker
 from pop_runtime.bench.rounds import Line, Sample, figures_of, pairs_of, prompt_of, ratios_to_peers, run_rounds
-from pop_runtime.errors import UsageError
+from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import Manifest, Windows, read_manifest
 from pop_runtime.open_provider import require_provider
 from pop_runtime.providers import CPU, Target
@@ -28,6 +28,9 @@ from pop_runtime.text import encode, open_tokenizer
 
 MEMORY_TOKENS = 128  # prompt after which memory is read
 OURS = "pop-export"  # worker of the bundle
+GivenPeer = tuple[str, Path | None]  # key of PEERS, and what it loads
+_COUNTS = [field.name for field in dataclasses.fields(PromptWork)]
+Limit = Callable[[int], float | None]  # tokens of a prompt -> how much faster a pruned prefill can be
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Settings:
     num_rounds: int = 5
     threads: int | None = None
     prefills: tuple[str, ...] = ("pop", "full")
-    peers: tuple[tuple[str, Path | None], ...] = ()
+    peers: tuple[GivenPeer, ...] = ()
     low_memory: bool = False
     target: Target = CPU
     compiled: bool = False  # run what pop-compile made
@@ -69,6 +72,10 @@ class Settings:
         for name, _ in self.peers:
             if name not in PEERS:
                 raise UsageError(f"--peers: expected some of {', '.join(PEERS)}, found {name!r}")
+        lists = {"--prefill": self.prefills, "--prompt-lengths": self.prompt_lengths, "--peers": self.peers}
+        for flag, entries in lists.items():
+            if len(set(entries)) < len(entries):  # their times would be taken for those of one
+                raise UsageError(f"{flag}: expected each entry once, found one twice; drop it")
 
     def windows(self, manifest: Manifest) -> Windows:
         """Return the windows of every turn; raise UsageError for any that the bundle cannot have."""
@@ -85,19 +92,22 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
 
     Raises:
         UsageError: a setting that cannot be measured.
-        ModelError: the folder is no bundle.
+        ModelError: the folder is no bundle, or its report.json does not fit.
         BackendError: an engine does not run.
     """
     manifest = read_manifest(settings.folder)
     settings.check(manifest)
+    limit = _limit(settings.folder, settings.windows(manifest))
     threads = settings.threads or visible_cores()
     prompts = [prompt_of(length, manifest.vocab_size) for length in settings.prompt_lengths]
-    missing = [{"peer": label, "reason": reason} for label, reason in _missing(settings.peers)]
+    peers = labelled(settings.peers)
+    missing = [{"peer": label, "reason": reason} for label, reason in _missing(peers)]
     for entry in missing:
         say(f"missing: {entry['peer']}: {entry['reason']}")
+        del peers[entry["peer"]]
     say("memory")
     memory = _memory(settings, manifest, threads)
-    lines, specs = _lines(settings, threads, [entry["peer"] for entry in missing])
+    lines, specs = _lines(settings, threads, peers)
     with ExitStack() as stack:
         workers = {}
         for name, spec in specs.items():
@@ -140,41 +150,46 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
         "missing": missing,
         "agreement": [dataclasses.asdict(found) for found in agreements],
         "figures": [dataclasses.asdict(figure) for figure in figures],
-        "pruned_against_full": _ratios(settings, manifest, samples),
+        "pruned_against_full": _ratios(settings, limit, samples),
         "ours_over_peers": [dataclasses.asdict(ratio) for ratio in ratios_to_peers(samples, OURS)],
         "memory": memory,
     }
     return report, samples
 
 
-def _missing(peers: tuple[tuple[str, Path | None], ...]) -> Iterator[tuple[str, str]]:
+def _missing(peers: dict[str, GivenPeer]) -> Iterator[tuple[str, str]]:
     """Yield the peers that cannot be measured, each with what would help."""
-    for name, path in peers:
+    for label, (name, path) in peers.items():
         peer = PEERS[name]
         if importlib.util.find_spec(peer.module) is None:
-            yield _label(name, path), f"the package is not installed; {peer.install}"
+            yield label, f"the package is not installed; {peer.install}"
         elif path is None or not path.exists():
             found = "no path was given" if path is None else f"there is no {path}"
-            yield _label(name, path), f"{found}; give {name}=PATH, {peer.model}"
+            yield label, f"{found}; give {name}=PATH, {peer.model}"
 
 
-def _label(name: str, path: Path | None) -> str:
-    """Return what a peer is called: the same engine may be measured with several models."""
-    return name if path is None else f"{name} ({path.name})"
+def labelled(peers: Sequence[GivenPeer]) -> dict[str, GivenPeer]:
+    """Return the peers by what each is called: its engine and the last name of its model, or all of the path.
+
+    All of it where last names are equal: the same engine may be measured with several models.
+    """
+    short = [name if path is None else f"{name} ({path.name})" for name, path in peers]
+    return {
+        label if short.count(label) == 1 else f"{name} ({path})": (name, path)
+        for label, (name, path) in zip(short, peers, strict=True)
+    }
 
 
-def _lines(settings: Settings, threads: int, missing: list[str]) -> tuple[list[Line], dict[str, dict[str, Any]]]:
+def _lines(
+    settings: Settings, threads: int, peers: dict[str, GivenPeer]
+) -> tuple[list[Line], dict[str, dict[str, Any]]]:
     """Return the lines to measure and, by worker, what each process loads."""
-    bundle = _bundle_spec(settings, threads)
-    lines = [_line(kind) for kind in settings.prefills]
-    specs = {OURS: bundle}
-    for name, path in settings.peers:
-        label = _label(name, path)
-        if label not in missing:
-            lines.append(Line(label, label))
-            most = max(settings.prompt_lengths) + settings.num_new
-            own = {"engine": name, "path": str(path), "max_tokens": most}
-            specs[label] = {**own, "threads": threads, "clock": settings.clock}
+    lines = [*(_line(kind) for kind in settings.prefills), *(Line(label, label) for label in peers)]
+    specs = {OURS: _bundle_spec(settings, threads)}
+    most = max(settings.prompt_lengths) + settings.num_new
+    for label, (name, path) in peers.items():
+        own = {"engine": name, "path": str(path), "max_tokens": most}
+        specs[label] = {**own, "threads": threads, "clock": settings.clock}
     return lines, specs
 
 
@@ -213,12 +228,11 @@ def _memory(settings: Settings, manifest: Manifest, threads: int) -> dict[str, A
     return {**found, "both_over_one": ratio}
 
 
-def _ratios(settings: Settings, manifest: Manifest, samples: list[Sample]) -> list[dict[str, Any]]:
+def _ratios(settings: Settings, limit: Limit, samples: list[Sample]) -> list[dict[str, Any]]:
     """Return full over pruned time to first token by prompt length, and the most that counting work allows.
 
     A ratio is the median of the rounds' own, so that a machine that drifts between rounds does not count.
     """
-    limit = _limit(settings.folder, settings.windows(manifest))
     found = []
     for length in settings.prompt_lengths if set(settings.prefills) >= {"pop", "full"} else ():
         pairs = pairs_of(samples, _line("full"), _line("pop"), length)
@@ -232,11 +246,17 @@ def _line(kind: str) -> Line:
     return Line(f"pop-export, {kind} prefill", OURS, kind)
 
 
-def _limit(folder: Path, windows: Windows) -> Callable[[int], float | None]:
+def _limit(folder: Path, windows: Windows) -> Limit:
     """Return the cost model of the bundle's report.json under some windows; a bundle without one has no limit."""
     path = folder / "report.json"
-    work = json.loads(path.read_text(encoding="utf-8")).get("work") if path.is_file() else None
-    if work is None:
-        return lambda num_tokens: None
-    full, pruned = PromptWork(**work["full"]), PromptWork(**work["pruned"])
+    try:
+        work = json.loads(path.read_text(encoding="utf-8")).get("work") if path.is_file() else None
+        if work is None:
+            return lambda num_tokens: None
+        full, pruned = (PromptWork(**{key: float(work[kind][key]) for key in _COUNTS}) for kind in ("full", "pruned"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{path}: expected the work of both prefills as pop-export counts it, found {type(error).__name__}: "
+            f"{error}; re-run pop-export, or remove the file to measure without a limit"
+        ) from error
     return lambda num_tokens: speedup_limit(full, pruned, windows.sink_tokens + windows.boundary_tokens, num_tokens)

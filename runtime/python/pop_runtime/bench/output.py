@@ -72,6 +72,13 @@ def write_csv(path: Path, samples: Sequence[Sample]) -> None:
             writer.writerow([sample.label, sample.num_prompt, sample.round, sample.run.first_ms, step])
 
 
+def plot_endings() -> list[str]:
+    """Return the endings of the files that `plot` can write."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return sorted(FigureCanvasBase.filetypes)
+
+
 def plot(path: Path, report: dict[str, Any]) -> None:
     """Draw the median time to first token over the prompt length, one line per engine, spread as bars."""
     from matplotlib.figure import Figure
