@@ -19,6 +19,7 @@ from pop_export.verify import Check, Verification
 from pop_runtime.manifest import Manifest
 
 NOT_FLAGS = ("calibration_batch",)  # settings of `ExportConfig` that only Python can change
+OFF_FLAGS = {"symmetric": "asymmetric"}  # what says no to a setting, where that is not --no-SETTING
 
 
 def build_report(
@@ -80,7 +81,7 @@ def command_line(config: ExportConfig) -> str:
             continue
         flag = field.name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(f"--{flag}" if value else f"--{OFF_FLAGS.get(field.name, f'no-{flag}')}")
         else:
             words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
     return shlex.join(words)

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -174,9 +175,32 @@ def test_the_command_line_gives_the_settings_again_and_leaves_defaults_out(tmp_p
     assert dataclasses.replace(again, calibration_batch=7) == config
 
 
+OTHERS = {
+    "model": "other", "out": Path("else"), "force": True, "offline": True, "trust_remote_code": True,
+    "allow_pickle": True, "calibration": Path("a b.json"), "calibration_data": ("notes.txt",), "calibration_samples": 5,
+    "calibration_length": 99, "fisher": "empirical", "seed": 1, "prune_ratio": 0.0, "prune_layers": "5,12-14",
+    "max_kl": 0.01, "target_speedup": 1.5, "select": "gates", "search_breadth": 3, "curve": False, "refit": False,
+    "surrogate": "off", "refit_samples": 5, "self_samples": 0, "refit_length": 99, "tune_steps": 0, "sink_tokens": 0,
+    "boundary_tokens": 1, "dialect": "standard", "precision": "int8", "block_size": 64, "quantizer": "rtn",
+    "symmetric": False, "threads": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*OTHERS.items(), ("prune_layers", "none"), ("select", "search"), ("symmetric", True)]
+)
+def test_the_command_line_gives_every_setting_again(name, value):
+    needed = {"precision": "int8"} if name in ("block_size", "quantizer", "symmetric") else {}
+    config = ExportConfig(**{"model": "m", "out": Path("out"), **needed, name: value})
+    arguments = vars(parser().parse_args(shlex.split(command_line(config))[1:]))
+    del arguments["json"]
+    assert ExportConfig(**{**arguments, "calibration_data": tuple(arguments["calibration_data"])}) == config
+
+
 def test_every_setting_but_those_named_is_a_flag():
     flags = {action.dest for action in parser()._actions}
     assert {field.name for field in dataclasses.fields(ExportConfig)} - flags == set(NOT_FLAGS)
+    assert flags >= OTHERS.keys() and len(OTHERS) == len(dataclasses.fields(ExportConfig)) - len(NOT_FLAGS)
 
 
 def test_samples_hold_both_answers_and_how_far_they_agree(report):
