@@ -15,6 +15,7 @@ from pop_export.gguf_file import load_gguf
 from pop_export.hf_folder import load_folder, read_json, refuse_non_checkpoint
 from pop_export.known_models import sha256_of
 from pop_export.locate import Location, locate
+from pop_export.quiet import first_line
 from pop_export.tokenizer_files import (
     TokenizerFiles,
     end_of_turn_id,
@@ -153,11 +154,18 @@ def _sha256_of_all(files: list[Path]) -> str:
 
 
 def _card_license(folder: Path) -> str | None:
-    """Return the `license:` of the model card's front matter, or None."""
+    """Return the `license:` of the model card's front matter, or None.
+
+    Raises:
+        ModelError: the card cannot be read.
+    """
     card = folder / "README.md"
     if not card.is_file():
         return None
-    head, _, rest = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    try:
+        head, _, rest = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    except OSError as error:
+        raise ModelError(f"{card}: cannot be read: {first_line(error)}; repair or remove the file") from error
     front = rest.partition("\n---")[0] if not head.strip() else ""
     found = [line.partition(":")[2].strip() for line in front.splitlines() if line.startswith("license:")]
     return found[0] if found else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Precision, Quantizer
+from pop_export.extras import imports_for
 from pop_runtime.errors import PopError
 
 EXAMPLES = """\
@@ -137,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         config = ExportConfig(**{**arguments, "calibration_data": tuple(arguments["calibration_data"])})
-        from pop_export.pipeline import export  # torch takes seconds to import: not for --help or a typing error
+        with imports_for("exporting"):
+            from pop_export.pipeline import export  # torch takes seconds to import: not for --help or a typing error
 
         bundle = export(config)
     except PopError as error:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pop_export.extras import imports_for
 from pop_runtime.errors import PopError, UsageError
 from pop_runtime.flags import add_target_flags
 
@@ -99,7 +100,8 @@ def _run(arguments: argparse.Namespace) -> str:
     documents = [encode_document(name, text, model.tokenizer) for name, text in texts.items()]
     full = None
     if arguments.against is not None:
-        from pop_export.evaluation.against import open_checkpoint_side  # only now torch is needed
+        with imports_for("--against"):
+            from pop_export.evaluation.against import open_checkpoint_side  # only now torch is needed
 
         full = open_checkpoint_side(arguments.against, model.manifest, arguments.threads, arguments.offline)
     evaluation = evaluate(model, documents, config, full)

@@ -114,6 +114,8 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
         metadata[key] = cursor.value(cursor.scalars("I")[0])
     table = [_table_entry(path, cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment}")
     base = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in table:

@@ -29,13 +29,13 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if there is no such file.
 
     Raises:
-        ModelError: the file is not JSON or does not hold an object.
+        ModelError: the file cannot be read, is not JSON or does not hold an object.
     """
-    if not file.is_file():
-        return {}
     try:
+        if not file.is_file():
+            return {}
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, OSError) as error:  # JSONDecodeError and UnicodeDecodeError; a file that may not be read
         raise ModelError(f"{file}: expected JSON, found: {first_line(error)}; repair or remove the file") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file}: expected a JSON object, found {type(value).__name__}")

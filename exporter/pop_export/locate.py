@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pop_export.known_models import fetched, known_models
+from pop_export.quiet import first_line
 from pop_runtime.errors import ModelError
 
 # the files of a hub repository that an export may need; the weights of other frameworks are left out
@@ -82,12 +83,11 @@ def _hub_snapshot(model: str, *, offline: bool, trust_remote_code: bool, allow_p
                 f"{model}: no such folder, not in the Hugging Face cache, and --offline forbids fetching it; "
                 "run once without --offline, or give a folder"
             ) from error
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         raise ModelError(
             f"{model}: no such folder, not in the Hugging Face cache, and the hub cannot be reached ({reason}); "
             f"give a folder, a .gguf file or one of {', '.join(sorted(known_models()))}"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{model}: the Hugging Face hub did not deliver it: {reason}") from error
+        raise ModelError(f"{model}: the Hugging Face hub did not deliver it: {first_line(error)}") from error
     return Path(folder)

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,13 +70,14 @@ def test_a_hub_id_offline_says_that_the_cache_does_not_hold_it(tmp_path, monkeyp
         ("LocalEntryNotFoundError", "the hub cannot be reached .*give a folder"),
         ("RepositoryNotFoundError", "the Hugging Face hub did not deliver it: first line"),
         ("HFValidationError", "did not deliver it: first line"),
+        ("OSError", "did not deliver it: first line"),
     ],
 )
 def test_a_hub_that_does_not_deliver_is_one_line(monkeypatch, error, match):
     import huggingface_hub
     import huggingface_hub.errors as errors
 
-    kind = getattr(errors, error)
+    kind = getattr(errors, error, OSError)
     response = SimpleNamespace(headers={}, request=None, status_code=404)
     arguments = {"response": response} if error == "RepositoryNotFoundError" else {}
 
@@ -86,6 +88,22 @@ def test_a_hub_that_does_not_deliver_is_one_line(monkeypatch, error, match):
     with pytest.raises(ModelError, match=match) as caught:
         load_checkpoint("nobody/no-such-model")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cause", "match"),
+    [(None, "did not deliver it: TimeoutError$"), (TimeoutError(), r"cannot be reached \(TimeoutError\)")],
+)
+def test_a_hub_error_without_a_text_is_named_by_its_type(monkeypatch, cause, match):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fail(*_args, **_kwargs):
+        raise TimeoutError() if cause is None else LocalEntryNotFoundError("no text of its own") from cause
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=match):
+        load_checkpoint("nobody/no-such-model")
 
 
 def test_offline_asks_the_hub_client_for_local_files_only(folder, monkeypatch):
@@ -129,6 +147,20 @@ def test_an_adapter_is_not_a_checkpoint(copy):
 def test_bad_json_is_named_with_its_file(copy, name):
     (copy / name).write_text('{"a": 1,}')
     refused(copy, rf"{name}: expected JSON, found")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "README.md"])
+def test_a_file_that_may_not_be_read_is_named(copy, name, monkeypatch):
+    (copy / "README.md").touch()
+    real = Path.read_text
+
+    def read_text(path, *args, **kwargs):
+        if path == copy / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    refused(copy, rf"{name}: .*: \[Errno 13\] Permission denied: .*; repair or remove the file")
 
 
 def test_json_that_is_no_object_is_refused(copy):

@@ -141,6 +141,14 @@ def test_help_shows_examples(capsys):
     assert "pop-eval out/smollm2 --data notes.txt" in capsys.readouterr().out
 
 
+def test_against_without_the_extra_says_what_to_install(bundle, data):
+    code = "import sys; sys.modules['torch'] = None; from pop_export.eval_cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, str(bundle), "--data", str(data), *SHORT, "--against", "model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    message = "--against: expected the package torch, found none; pip install 'pop-export[export]'"
+    assert (done.returncode, done.stderr) == (4, f"pop-eval: error: {message}\n")
+
+
 def test_a_run_without_against_needs_no_torch(bundle, data):
     code = (
         "import sys\n"

@@ -17,6 +17,7 @@ import transformers
 import pop_runtime
 from pop_export import ExportConfig, pipeline, speed
 from pop_export.cli import main
+from pop_export.extras import imports_for
 from pop_export.reference import PrefillPlan
 from pop_runtime.errors import GateError, ModelError, UsageError
 from pop_runtime.manifest import read_manifest, verify_files
@@ -206,6 +207,23 @@ def test_help_does_not_wait_for_torch():
     script = "import sys; from pop_export.cli import parser; parser().format_help(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "export"), ("onnx_ir", "export"), ("onnxruntime", "cpu")])
+def test_an_installation_without_an_extra_says_what_to_install(tmp_path, package, extra):
+    script = (
+        f"import sys; sys.modules[{package!r}] = None; from pop_export.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, "--model", "x", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 4
+    wanted = f"exporting: expected the package {package}, found none; pip install 'pop-export[{extra}]'"
+    assert done.stderr == f"pop-export: error: {wanted}\n"
+
+
+def test_a_package_of_our_own_that_is_missing_is_our_fault():
+    with pytest.raises(ModuleNotFoundError), imports_for("exporting"):
+        import pop_export.no_such_module  # noqa: F401
 
 
 def test_every_setting_has_a_flag(capsys):

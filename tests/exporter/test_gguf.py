@@ -289,6 +289,13 @@ def test_an_unknown_storage_type_names_the_tensor(tmp_path):
     refused(path, "output_norm.weight has unknown storage type 999")
 
 
+def test_an_alignment_that_is_no_number_of_bytes_is_refused(tmp_path):
+    key = b"general.alignment"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 0)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
+    refused(tmp_path / "m.gguf", "damaged or cut short: general.alignment is 0")
+
+
 def test_another_architecture_and_a_split_file_are_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     writer.write_header_to_file()

@@ -16,6 +16,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from pop_export.quiet import first_line
 from pop_runtime.errors import UsageError
 
 EXPECTED = "expected a .txt file, a .jsonl file or a Hugging Face data set id (id[@config][:split[:column]])"
@@ -209,8 +210,7 @@ def _dataset(item: str, tokenizer: Any, offline: bool) -> list[Text]:
         stream: Iterable[dict[str, Any]] = datasets.load_dataset(name, config, split=split or "train", streaming=True)
         rows = list(islice(stream, MAX_DATASET_ROWS))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"--calibration-data {item}: the data set cannot be read ({reason})") from error
+        raise UsageError(f"--calibration-data {item}: the data set cannot be read ({first_line(error)})") from error
     return [_dataset_row(row, column, f"{item}, row {number}", tokenizer) for number, row in enumerate(rows)]
 
 
