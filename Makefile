@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 DEMO ?= out/smollm2
 CPP_BUILD ?= build/cpp
 
-.PHONY: demo test check lint types real slow sweep clean cpp test-cpp lint-cpp sanitize-cpp
+.PHONY: demo test check lint types real slow sweep clean cpp test-cpp sweep-cpp lint-cpp sanitize-cpp
 
 demo: $(INSTALLED)
 	$(BIN)/pop-export --model smollm2-135m --out $(DEMO) --force
@@ -54,13 +54,17 @@ cpp: $(CPP_DEPS)
 	$(CMAKE) -B $(CPP_BUILD) -DCMAKE_BUILD_TYPE=Release
 	$(BIN)/cmake --build $(CPP_BUILD)
 
-# Unit tests, the same tokens as Python, and a user's own project that builds on the installed package.
+# Unit tests, the same tokens as Python, also of the real SmolLM2, and a user's own project on the installed package.
 test-cpp: lint-cpp cpp $(INSTALLED)
 	$(CMAKE) -B $(CPP_BUILD) $(WITH_TESTS)
 	$(BIN)/cmake --build $(CPP_BUILD)
 	$(CTEST) $(CPP_BUILD)
 	$(BIN)/cmake --install $(CPP_BUILD) --prefix $(CPP_BUILD)/installed
-	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow and not sweep and not real" tests/cpp
+	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and not slow and not sweep" tests/cpp
+
+# The same tokens as Python for every proven family.
+sweep-cpp: cpp $(INSTALLED)
+	POP_RUN=$(abspath $(CPP_BUILD))/pop_run $(BIN)/python -m pytest -q -m "cpp and (slow or sweep)" tests/cpp
 
 lint-cpp: $(CPP_INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $$(find runtime/cpp tests/cpp benchmarks -name '*.cpp' -o -name '*.h')
