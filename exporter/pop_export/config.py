@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -94,6 +94,7 @@ class ExportConfig:
             raise UsageError(f"--tune-steps: expected at least 0, found {self.tune_steps}")
         self._check_plan()
         self._check_precision()
+        self._check_effect()
         if self.sink_tokens < 0:
             raise UsageError(f"--sink-tokens: expected at least 0, found {self.sink_tokens}")
         if self.boundary_tokens < 1:
@@ -149,6 +150,25 @@ class ExportConfig:
     def uses_surrogates(self) -> bool:
         """Return whether skipped layers may get linear surrogates."""
         return self.refit and self.surrogate != "off"
+
+    def _check_effect(self) -> None:
+        """Refuse settings that others leave without effect; a 0, which asks for none, agrees with them."""
+        idle: dict[str, tuple[str, ...]] = {}
+        if self.calibration is not None:
+            idle["--calibration"] = ("calibration_samples", "calibration_length", "fisher")
+        if not self.refit:
+            fits_weights = self.precision in QUANTIZED  # to windows of the corpus
+            idle["--no-refit"] = ("tune_steps", "self_samples", *(() if fits_weights else ("refit_samples",)))
+        if not self.searches:
+            by_list, by_gates = self.prune_layers is not None, self.select == "gates"
+            cause = "--prune-layers" if by_list else "--select gates" if by_gates else "--no-refit"
+            idle[cause] = (*idle.get(cause, ()), "search_breadth")
+        defaults = {field.name: field.default for field in fields(self)}
+        for cause, names in idle.items():
+            for name in names:
+                if getattr(self, name) and getattr(self, name) != defaults[name]:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise UsageError(f"{flag} and {cause}: the one has no effect beside the other; drop one of them")
 
     def _check_precision(self) -> None:
         """Refuse settings of quantisation that do not go with the precision or with each other."""

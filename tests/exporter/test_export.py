@@ -80,7 +80,10 @@ def test_the_ratio_is_rounded_to_layers_and_lowest_importance_goes_first(quick_e
 
 def test_a_saved_calibration_is_reused(quick_export, tmp_path):
     first = quick_export(prune_ratio=0.4)
-    again = quick_export(calibration=first.folder / "calibration.json", prune_ratio=0.4, out=tmp_path / "again")
+    again = quick_export(
+        calibration=first.folder / "calibration.json", calibration_samples=32, calibration_length=256,  # the defaults
+        prune_ratio=0.4, out=tmp_path / "again",
+    )  # fmt: skip
     assert again.manifest.plan.skipped_layers == first.manifest.plan.skipped_layers
     assert (again.folder / "calibration.json").read_text() == (first.folder / "calibration.json").read_text()
     assert again.report["calibration"]["reused"]

@@ -60,7 +60,7 @@ def test_the_default_text_is_topics_docstrings_and_own_text_and_nothing_kept_asi
 
 
 def test_own_text_can_be_left_out_and_is_not_written_for_nothing(checkpoint):
-    assert len(fitting_text(config(refit=False), checkpoint).fitting) == 10
+    assert len(fitting_text(ExportConfig(model="m", out="out", refit_length=64, refit=False), checkpoint).fitting) == 24
     none = ExportConfig(model="m", out="out", refit_length=64, refit_samples=10, self_samples=0)
     assert len(fitting_text(none, checkpoint).judging) == 8
     with pytest.raises(UsageError, match="--self-samples: expected at least 0"):

@@ -68,8 +68,8 @@ def test_an_export_goes_to_a_folder_of_any_name(quick_export, tmp_path):
 
 def test_no_two_graphs_share_a_name_that_an_engine_cache_could_mix_up(quick_export, tmp_path):
     folders = [
-        quick_export(out=tmp_path / "plan", prune_layers="1,3", refit=False).folder,
-        quick_export(out=tmp_path / "other plan", prune_layers="2", refit=False).folder,
+        quick_export(out=tmp_path / "plan", prune_layers="1,3", refit=False, tune_steps=0).folder,
+        quick_export(out=tmp_path / "other plan", prune_layers="2", refit=False, tune_steps=0).folder,
         quick_export(out=tmp_path / "int8", prune_layers="1,3", precision="int8").folder,
     ]
     files_of: dict[str, set[bytes]] = {}
