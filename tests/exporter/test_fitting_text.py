@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,20 @@ def test_the_default_text_is_topics_docstrings_and_own_text_and_nothing_kept_asi
     assert len(text.fitting) == 10 + 10 and len(text.judging) == 8 + 2
     fitted_on = {tuple(window) for window in text.fitting}
     assert not fitted_on & {tuple(window) for window in text.judging}
+
+
+def test_progress_of_more_samples_than_rows_ends_at_its_total(checkpoint, monkeypatch):
+    monkeypatch.setattr("pop_export.calibration.self_text.ROWS_AT_A_TIME", 4)
+    shown = []
+
+    @contextmanager
+    def progress(label, total):
+        shown.append(total)
+        yield lambda count: shown.append(-count)
+
+    monkeypatch.setattr("pop_export.calibration.fitting_text.progress", progress)
+    fitting_text(config(), checkpoint)
+    assert shown[0] == 3 * 127 and sum(shown) == 0
 
 
 def test_own_text_can_be_left_out_and_is_not_written_for_nothing(checkpoint):

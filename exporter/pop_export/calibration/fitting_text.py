@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pop_export.calibration.corpus import Samples, calibration_samples
-from pop_export.calibration.self_text import LENGTH_TOKENS, self_text
+from pop_export.calibration.self_text import LENGTH_TOKENS, num_steps_of, self_text
 from pop_export.checkpoint import Checkpoint
 from pop_export.config import ExportConfig
 from pop_export.decoder import max_positions_of
@@ -47,7 +47,7 @@ def fitting_text(config: ExportConfig, checkpoint: Checkpoint) -> FittingText:
     own: list[np.ndarray] = []
     length = min(LENGTH_TOKENS, longest)
     if config.self_samples and config.refit:
-        with progress("sampling text from the model", length - 1) as advance:
+        with progress("sampling text from the model", num_steps_of(config.self_samples, length)) as advance:
             own = self_text(
                 checkpoint.model,
                 config.self_samples,

@@ -16,6 +16,11 @@ LENGTH_TOKENS = 128  # longer samples cost more steps and drift further from wha
 ROWS_AT_A_TIME = 64  # sampled together: a step costs little more for many rows than for one
 
 
+def num_steps_of(num_samples: int, length: int) -> int:
+    """Return how many steps `self_text` takes for samples of `length` tokens, the first of which takes none."""
+    return -(-num_samples // ROWS_AT_A_TIME) * (length - 1)
+
+
 @torch.no_grad()
 def self_text(
     model: Any,
@@ -39,7 +44,7 @@ def self_text(
         eos_token_ids: what would end it.
         seed: of all draws.
         length: tokens per sample, the first included.
-        advance: called with the number of steps done.
+        advance: called with the number of steps done since its last call, `num_steps_of` in all.
     """
     generator = np.random.default_rng([seed, 1])
     samples: list[np.ndarray] = []
