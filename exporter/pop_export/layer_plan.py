@@ -1,4 +1,4 @@
-"""Choose which layers the prefill graph leaves out: by their prefill importance, or as the user lists them."""
+"""Which layers the prefill graph leaves out: ordered by prefill importance, counted by a ratio, or listed."""
 
 from __future__ import annotations
 
@@ -11,38 +11,16 @@ from pop_runtime.errors import UsageError
 EXPECTED = 'expected layers such as "20-29" or "5,12-14,18", or "none"'
 
 
-def choose_layers(
-    importance_prefill: Sequence[float] | None, *, prune_ratio: float, prune_layers: str | None, num_layers: int
-) -> tuple[int, ...]:
-    """Return the layers to skip in prefill, ascending.
-
-    `prune_ratio * num_layers` is rounded to the nearest whole number, halves up (1/3 of 30 is 10, 1/4 of 30 is 8), and
-    at least one layer is kept. Layers of the lowest prefill importance go first; of equals the deeper one.
-
-    Args:
-        importance_prefill: [L], >= 0; not needed when `prune_layers` is given.
-        prune_ratio: share of layers to skip, 0 <= ratio < 1.
-        prune_layers: the user's own choice, see `parse_layers`; it overrides the ratio.
-        num_layers: decoder layers of the model.
-
-    Raises:
-        UsageError: the ratio is out of range or `prune_layers` makes no sense for this model.
-    """
-    if prune_layers is not None:
-        return parse_layers(prune_layers, num_layers)
-    if not 0 <= prune_ratio < 1:
-        raise UsageError(f"--prune-ratio: expected 0 <= ratio < 1, found {prune_ratio}")
-    assert importance_prefill is not None and len(importance_prefill) == num_layers
-    return tuple(sorted(layer_order(importance_prefill)[: num_skipped_at(prune_ratio, num_layers)]))
-
-
 def layer_order(importance_prefill: Sequence[float]) -> tuple[int, ...]:
     """Return all layers, those of the lowest prefill importance first; of equals the deeper one."""
     return tuple(sorted(range(len(importance_prefill)), key=lambda layer: (importance_prefill[layer], -layer)))
 
 
 def num_skipped_at(prune_ratio: float, num_layers: int) -> int:
-    """Return how many layers a ratio comes to: the nearest whole number, halves up, and at least one layer is kept."""
+    """Return how many layers a ratio comes to: the nearest whole number, halves up, and at least one layer is kept.
+
+    1/3 of 30 is 10, 1/4 of 30 is 8.
+    """
     return min(math.floor(prune_ratio * num_layers + 0.5), num_layers - 1)
 
 

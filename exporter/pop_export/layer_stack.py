@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pop_export.decoder import cache_argument, decoder_layers, layer_input
+from pop_export.decoder import cache_argument, decoder_layers, last_position_head, layer_input, position_arguments
 from pop_runtime.errors import ModelError
 
 
@@ -52,8 +52,9 @@ class LayerStack:
 
         past = {} if cache is None else {cache_argument(self.model): cache}
         positions = torch.arange(num_past, num_past + ids.shape[1])[None]  # [1, S]
-        with self._replaced(note), _no_head(self.model):
-            self.model(input_ids=ids, position_ids=positions, use_cache=cache is not None, **past)
+        arguments = {**position_arguments(self.model, positions), **past}
+        with self._replaced(note), last_position_head(self.model):  # whose logits are not wanted
+            self.model(input_ids=ids, use_cache=cache is not None, **arguments)
         return Calls(noted[0][0], tuple((args, kwargs) for _, args, kwargs in noted))
 
     def run(self, calls: Calls, layer: int, hidden: Tensor) -> Tensor:
@@ -121,16 +122,6 @@ class LayerStack:
         finally:
             for module in self.layers:
                 del module.forward
-
-
-@contextmanager
-def _no_head(model: PreTrainedModel) -> Iterator[None]:
-    """Let the head see a single position while the context is open: its logits are not wanted."""
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, -1:],))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class StopLayer(Exception):

@@ -9,14 +9,12 @@ import numpy as np
 
 from pop_export.layer_plan import layer_order
 
-BREADTH = 2  # layers tried per step: the deepest one that is left, and the one that gates find least important
-
 
 def search_order(
     price_of: Callable[[Collection[int]], np.ndarray],
     importance: Sequence[float],
     num_wanted: int,
-    breadth: int = BREADTH,
+    breadth: int,
     advance: Callable[[int], None] = lambda _count: None,
 ) -> tuple[int, ...]:
     """Return all layers in the order in which to skip them, the first `num_wanted` by search.

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from pop_export.checkpoint import load_checkpoint
-from pop_export.known_models import sha256_of
+from pop_runtime.manifest import sha256_of
 from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 IDS = torch.tensor([[72, 101, 108, 108, 111]])

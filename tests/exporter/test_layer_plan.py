@@ -2,20 +2,17 @@
 
 import pytest
 
-from pop_export.layer_plan import choose_layers, parse_layers
+from pop_export.config import ExportConfig
+from pop_export.layer_plan import layer_order, num_skipped_at, parse_layers
 from pop_runtime.errors import UsageError
 
 
-def choose(importance, ratio, layers=None):
-    return choose_layers(importance, prune_ratio=ratio, prune_layers=layers, num_layers=len(importance))
+def test_the_layers_of_lowest_prefill_importance_come_first():
+    assert layer_order([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == (5, 1, 3, 4, 2, 0)
 
 
-def test_the_layers_of_lowest_prefill_importance_are_skipped():
-    assert choose([5.0, 1.0, 4.0, 2.0, 3.0, 0.0], 0.5) == (1, 3, 5)
-
-
-def test_of_equal_layers_the_deeper_one_is_skipped():
-    assert choose([1.0, 1.0, 1.0, 1.0], 0.5) == (2, 3)
+def test_of_equal_layers_the_deeper_one_comes_first():
+    assert layer_order([1.0, 1.0, 1.0, 1.0]) == (3, 2, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -23,21 +20,17 @@ def test_of_equal_layers_the_deeper_one_is_skipped():
     [(1 / 3, 30, 10), (1 / 3, 32, 11), (0.25, 30, 8), (0.25, 18, 5), (0.5, 5, 3), (0.0, 30, 0), (0.01, 30, 0)],
 )
 def test_a_ratio_is_rounded_to_the_nearest_layer_and_halves_up(ratio, num_layers, num_skipped):
-    assert len(choose([float(layer) for layer in range(num_layers)], ratio)) == num_skipped
+    assert num_skipped_at(ratio, num_layers) == num_skipped
 
 
-def test_the_largest_ratio_keeps_the_most_important_layer():
-    assert choose([0.0, 9.0, 1.0], 0.999) == (0, 2)
+def test_the_largest_ratio_keeps_one_layer():
+    assert num_skipped_at(0.999, 3) == 2
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, float("nan")])
 def test_a_ratio_out_of_range_is_refused(ratio):
     with pytest.raises(UsageError, match=r"--prune-ratio: expected 0 <= ratio < 1"):
-        choose([1.0, 2.0], ratio)
-
-
-def test_a_list_of_layers_overrides_the_ratio_and_needs_no_scores():
-    assert choose_layers(None, prune_ratio=0.5, prune_layers="1", num_layers=4) == (1,)
+        ExportConfig(model="m", out="out", prune_ratio=ratio)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_search_notices_layers_that_hurt_together():
 
 
 def test_layers_that_gates_and_depth_agree_on_are_not_measured():
-    assert search_order(lambda _layers: 1 / 0, [5.0, 4.0, 3.0, 1.0, 2.0], 3) == (4, 3, 2, 1, 0)
+    assert search_order(lambda _layers: 1 / 0, [5.0, 4.0, 3.0, 1.0, 2.0], 3, breadth=2) == (4, 3, 2, 1, 0)
 
 
 def test_each_step_tries_the_deepest_layer_left_and_the_least_important_by_gates():
@@ -105,7 +105,7 @@ def test_each_step_tries_the_deepest_layer_left_and_the_least_important_by_gates
         asked.append(tuple(layers))
         return np.array([-float(layers[-1])])  # the deeper the better
 
-    assert search_order(price_of, [0.0, 1.0, 5.0, 7.0, 9.0], 2) == (4, 3, 2, 1, 0)
+    assert search_order(price_of, [0.0, 1.0, 5.0, 7.0, 9.0], 2, breadth=2) == (4, 3, 2, 1, 0)
     assert asked == [(4,), (0,), (4, 3), (4, 0)]
 
 
@@ -123,7 +123,7 @@ def test_search_takes_the_deepest_layer_unless_another_is_cheaper_beyond_chance(
     """Layer 0 is cheaper on average than layer 3 either way, but only in the second case on every window."""
     noisy, steady = {0: [1.0, 5.0, 2.0], 3: [3.0, 3.0, 2.3]}, {0: [1.0, 2.0, 1.0], 3: [3.0, 4.1, 3.0]}
     for prices, first in ((noisy, 3), (steady, 0)):
-        order = search_order(lambda layers, prices=prices: np.array(prices[layers[-1]]), [0.0, 1.0, 2.0, 3.0], 1)
+        order = search_order(lambda layers, prices=prices: np.array(prices[layers[-1]]), [0.0, 1.0, 2.0, 3.0], 1, 2)
         assert order[0] == first
 
 
