@@ -40,7 +40,7 @@ def commands_of(page: str) -> list[tuple[str, list[str]]]:
 
 def test_commands_are_found_in_blocks_over_lines_and_in_spans():
     page = (
-        '    pop-bench out --ep cpu \\\n        --peers "$(python benchmarks/peer_models.py --out X)" --json  # --not-this\n'
+        '    pop-bench out --ep cpu \\\n        --peers "$(python benchmarks/peer_models.py --out X)" --json  # --no\n'
         "\nor `python benchmarks/plans.py --model\nX`, `pop_run -x`\n"
     )
     assert commands_of(page) == [

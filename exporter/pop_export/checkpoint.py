@@ -43,20 +43,29 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    model: str, *, offline: bool = False, trust_remote_code: bool = False, allow_pickle: bool = False
+    model: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> Checkpoint:
     """Return the checkpoint that `model` names.
 
     Args:
         model: tried in this order: a name from models/*.toml, a folder, a .gguf file, a Hugging Face id.
+        revision: branch, tag or commit of a Hugging Face id; None: its default branch.
         offline: never touch the network; what is not on this machine is refused.
         trust_remote_code: let Python code from the model's folder run.
         allow_pickle: read weights from pickle files if there are no safetensors; tensors only, never code.
 
     Raises:
         ModelError: nothing of that name; not a decoder-only language model; anything missing, damaged or not allowed.
+        UsageError: a revision of something that has none.
     """
-    place = locate(model, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    place = locate(
+        model, revision=revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+    )
     if place.path.is_dir():
         return _load_folder(place, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     return _load_gguf(place)

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Precision, Quantizer
 from pop_export.extras import imports_for
 from pop_runtime.errors import PopError
+from pop_runtime.version import add_version_flag
 
 EXAMPLES = """\
 examples:
@@ -48,11 +49,8 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="end stdout with one JSON object: what report.json holds")
     add("--threads", type=int, metavar="N", help="threads to use (default: one per visible core)")
 
-    source = parser.add_argument_group("checkpoint")
-    add = source.add_argument
-    add("--offline", action="store_true", help="never touch the network")
-    add("--trust-remote-code", action="store_true", help="run Python code that lies in the model's folder")
-    add("--allow-pickle", action="store_true", help="read weights from pickle files")
+    add_version_flag(parser)
+    add_checkpoint_flags(parser.add_argument_group("checkpoint"))
 
     calibration = parser.add_argument_group("calibration")
     add = calibration.add_argument
@@ -128,6 +126,15 @@ def parser() -> argparse.ArgumentParser:
         "(gptq, for int4 the default, takes minutes)")  # fmt: skip
     parser.set_defaults(**{name: defaults[name] for name in defaults if name not in ("model", "out")})
     return parser
+
+
+def add_checkpoint_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that say how a checkpoint is read: the same for every command that reads one."""
+    add = parser.add_argument
+    add("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face id (default: its default branch)")
+    add("--offline", action="store_true", help="never touch the network")
+    add("--trust-remote-code", action="store_true", help="run Python code that lies in the model's folder")
+    add("--allow-pickle", action="store_true", help="read weights from pickle files")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,6 +29,7 @@ class ExportConfig:
     model: str  # Hugging Face id, folder, .gguf file or a name from models/
     out: Path
     force: bool = False  # replace an existing bundle
+    revision: str | None = None  # branch, tag or commit of a Hugging Face id; None: its default branch
     offline: bool = False  # never touch the network
     trust_remote_code: bool = False  # run Python that lies in the model's folder
     allow_pickle: bool = False  # read weights from pickle files

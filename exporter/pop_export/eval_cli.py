@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pop_export.cli import add_checkpoint_flags
 from pop_export.extras import imports_for
 from pop_runtime.errors import PopError, UsageError
 from pop_runtime.flags import add_target_flags
+from pop_runtime.version import add_version_flag
 
 if TYPE_CHECKING:
     from pop_export.evaluate import EvalConfig, Evaluation
@@ -61,11 +63,12 @@ def parser() -> argparse.ArgumentParser:
     add("--prefill", choices=("pop", "full"), help="how the bundle reads the prompts (default pop)")
     add("--against", metavar="MODEL", help="take the original checkpoint in PyTorch as the full model, as in "
         "pop-export --model (default: the same bundle with --prefill full)")  # fmt: skip
-    add("--offline", action="store_true", help="never touch the network")
+    add_checkpoint_flags(parser.add_argument_group("checkpoint of --against"))
     add("--no-retrieval", action="store_true", help="leave the retrieval task out")
     add("--threads", type=int, metavar="N", help="threads to use (default: one per visible core)")
     add_target_flags(parser)
     add("--json", action="store_true", help="end stdout with one JSON object")
+    add_version_flag(parser)
     return parser
 
 
@@ -89,6 +92,7 @@ def _run(arguments: argparse.Namespace) -> str:
     from pop_export.evaluation.text import encode_document, read_text
     from pop_runtime.model import load
 
+    _check_flags(arguments)
     config = _config(arguments)
     texts = {str(path): read_text(path) for path in arguments.data}
     model = load(
@@ -103,13 +107,26 @@ def _run(arguments: argparse.Namespace) -> str:
         with imports_for("--against"):
             from pop_export.evaluation.against import open_checkpoint_side  # only now torch is needed
 
-        full = open_checkpoint_side(arguments.against, model.manifest, arguments.threads, arguments.offline)
+        full = open_checkpoint_side(
+            arguments.against, model.manifest, arguments.threads, revision=arguments.revision,
+            offline=arguments.offline, trust_remote_code=arguments.trust_remote_code,
+            allow_pickle=arguments.allow_pickle,
+        )  # fmt: skip
     evaluation = evaluate(model, documents, config, full)
     if config.prefill == "pop" and not evaluation.num_pruned_tokens:
         print("pop-eval: note: no prompt token went through the pruned graph: the windows cover all", file=sys.stderr)
     if arguments.json:
         return json.dumps(evaluation.as_json(_settings(arguments, config, model)))
     return summary(evaluation)
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Refuse flags that others leave without effect."""
+    for name in ("retrieval-length", "retrieval-keys"):
+        if arguments.no_retrieval and getattr(arguments, name.replace("-", "_")) is not None:
+            raise UsageError(f"--{name} and --no-retrieval: the one has no effect beside the other; drop one of them")
+    if arguments.revision is not None and arguments.against is None:
+        raise UsageError("--revision: expected --against with it, whose checkpoint it names, found none; add it")
 
 
 def _config(arguments: argparse.Namespace) -> EvalConfig:
@@ -129,6 +146,7 @@ def _settings(arguments: argparse.Namespace, config: EvalConfig, model: Model) -
         "dir": str(arguments.dir),
         "data": [str(path) for path in arguments.data],
         "against": arguments.against,
+        "revision": arguments.revision,
         "threads": model.sessions.threads,
         "ep": model.sessions.target.ep,
         "device": model.sessions.target.device,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pop_export.known_models import fetched, known_models
 from pop_export.quiet import first_line
-from pop_runtime.errors import ModelError
+from pop_runtime.errors import ModelError, UsageError
 
 # the files of a hub repository that an export may need; the weights of other frameworks are left out
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "README.md"]
@@ -27,13 +27,18 @@ class Location:
     license: str | None  # None: the files may say
 
 
-def locate(model: str, *, offline: bool, trust_remote_code: bool, allow_pickle: bool) -> Location:
+def locate(
+    model: str, *, offline: bool, trust_remote_code: bool, allow_pickle: bool, revision: str | None = None
+) -> Location:
     """Return where the checkpoint lies on disk, fetching it first if it is a known name or a Hugging Face id.
 
     Raises:
         ModelError: nothing of that name exists, or it could not be fetched.
+        UsageError: a revision of something that has none.
     """
     known = known_models()
+    if revision is not None and (model in known or Path(model).expanduser().exists()):
+        raise UsageError(f"--revision {revision}: expected a Hugging Face id with it, found {model}; leave it out")
     if model in known:
         entry = known[model]
         file = fetched(entry, offline=offline)
@@ -50,7 +55,9 @@ def locate(model: str, *, offline: bool, trust_remote_code: bool, allow_pickle: 
         raise ModelError(
             f"{model}: no such folder or .gguf file, and not a Hugging Face id; known names: {', '.join(sorted(known))}"
         )
-    folder = _hub_snapshot(model, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    folder = _hub_snapshot(
+        model, revision, offline=offline, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+    )
     return Location(folder, model.rsplit("/", 1)[-1], model, folder.name, None)
 
 
@@ -65,8 +72,13 @@ def _snapshot_revision(folder: Path) -> str | None:
     return real.name if real.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", real.name) else None
 
 
-def _hub_snapshot(model: str, *, offline: bool, trust_remote_code: bool, allow_pickle: bool) -> Path:
-    """Return the folder of the model in the hub's local cache, downloaded first unless offline."""
+def _hub_snapshot(
+    model: str, revision: str | None, *, offline: bool, trust_remote_code: bool, allow_pickle: bool
+) -> Path:
+    """Return the folder of the model in the hub's local cache, downloaded first unless offline.
+
+    `revision` is a branch, a tag or a commit; None is the default branch.
+    """
     from huggingface_hub import snapshot_download  # slow to import, and most exports do not need it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -75,7 +87,7 @@ def _hub_snapshot(model: str, *, offline: bool, trust_remote_code: bool, allow_p
         print(f"Fetching {model} from the Hugging Face hub, unless its cache holds it", file=sys.stderr)
     try:
         folder = snapshot_download(
-            model, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED, local_files_only=offline
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED, local_files_only=offline
         )
     except LocalEntryNotFoundError as error:
         if offline:

@@ -93,6 +93,7 @@ def export(config: ExportConfig) -> Bundle:
     with watch.stage("load", f"loading {config.model}"):
         checkpoint = load_checkpoint(
             config.model,
+            revision=config.revision,
             offline=config.offline,
             trust_remote_code=config.trust_remote_code,
             allow_pickle=config.allow_pickle,

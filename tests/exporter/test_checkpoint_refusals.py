@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pop_export.checkpoint import load_checkpoint
-from pop_runtime.errors import ModelError
+from pop_runtime.errors import ModelError, UsageError
 from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 
@@ -116,8 +116,8 @@ def test_offline_asks_the_hub_client_for_local_files_only(folder, monkeypatch):
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert load_checkpoint("some/model", offline=True).source["name"] == "model"
-    assert asked["local_files_only"] is True
+    assert load_checkpoint("some/model", offline=True, revision="v2").source["name"] == "model"
+    assert (asked["local_files_only"], asked["revision"]) == (True, "v2")
     assert not {"*.py", "*.bin"} & set(asked["allow_patterns"])
 
 
@@ -140,6 +140,14 @@ def test_a_bundle_is_not_a_checkpoint(tmp_path):
 def test_an_adapter_is_not_a_checkpoint(copy):
     (copy / "adapter_config.json").write_text("{}")
     refused(copy, "found an adapter")
+
+
+def test_a_revision_of_what_has_none_is_refused(folder):
+    for model in (str(folder), "smollm2-135m"):
+        with pytest.raises(
+            UsageError, match=f"--revision v2: expected a Hugging Face id with it, found {model}; leave"
+        ):
+            load_checkpoint(model, offline=True, revision="v2")
 
 
 # configs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from pop_export.eval_cli import main
+from pop_runtime.errors import ModelError
 from tests.runtime.conftest import chat_files
 from tests.runtime.tiny_bundle import make_bundle
 
@@ -139,6 +141,49 @@ def test_help_shows_examples(capsys):
         main(["--help"])
     assert stop.value.code == 0
     assert "pop-eval out/smollm2 --data notes.txt" in capsys.readouterr().out
+
+
+def test_another_checkpoint_than_the_bundles_is_told(exported_bundle, llama_folder, data, tmp_path, caplog):
+    common = ("--data", str(data), *SHORT, "--no-retrieval", "--against", str(llama_folder))
+    assert main([str(exported_bundle), *common]) == 0
+    assert not caplog.records
+    folder = shutil.copytree(exported_bundle, tmp_path / "bundle")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["model"]["sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert main([str(folder), *common]) == 0
+    (record,) = caplog.records
+    assert "its weights have sha256" in record.message and f"the bundle's had {'0' * 64}" in record.message
+
+
+def test_against_takes_what_an_export_was_allowed(bundle, data, monkeypatch):
+    asked = {}
+
+    def load_checkpoint(model, **how):
+        asked.update(how, model=model)
+        raise ModelError("seen enough")
+
+    monkeypatch.setattr("pop_export.evaluation.against.load_checkpoint", load_checkpoint)
+    flags = ("--against", "some/model", "--revision", "v2", "--trust-remote-code", "--allow-pickle", "--offline")
+    assert main([str(bundle), "--data", str(data), *SHORT, *flags]) == 3
+    assert asked == {
+        "model": "some/model", "revision": "v2", "trust_remote_code": True, "allow_pickle": True, "offline": True
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--retrieval-keys", "3", "--no-retrieval"), "--retrieval-keys and --no-retrieval: the one has no effect"),
+        (
+            ("--retrieval-length", "64", "--no-retrieval"),
+            "--retrieval-length and --no-retrieval: the one has no effect",
+        ),
+        (("--revision", "v2"), "--revision: expected --against with it"),
+    ],
+)
+def test_flags_without_effect_are_refused(bundle, data, capsys, flags, message):
+    assert message in _refused(capsys, bundle, "--data", data, *SHORT, *flags)
 
 
 def test_against_without_the_extra_says_what_to_install(bundle, data):

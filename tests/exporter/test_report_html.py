@@ -176,7 +176,7 @@ def test_the_command_line_gives_the_settings_again_and_leaves_defaults_out(tmp_p
 
 
 OTHERS = {
-    "model": "other", "out": Path("else"), "force": True, "offline": True, "trust_remote_code": True,
+    "model": "other", "out": Path("else"), "force": True, "revision": "v2", "offline": True, "trust_remote_code": True,
     "allow_pickle": True, "calibration": Path("a b.json"), "calibration_data": ("notes.txt",), "calibration_samples": 5,
     "calibration_length": 99, "fisher": "empirical", "seed": 1, "prune_ratio": 0.0, "prune_layers": "5,12-14",
     "max_kl": 0.01, "target_speedup": 1.5, "select": "gates", "search_breadth": 3, "curve": False, "refit": False,

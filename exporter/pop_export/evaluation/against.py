@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from pop_export.checkpoint import load_checkpoint
-from pop_export.decoder import cache_argument, last_position_head
+from pop_export.decoder import cache_argument, last_position_head, position_arguments
 from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Manifest
+
+_LOG = logging.getLogger(__name__)
 
 
 class CheckpointSide:
@@ -45,15 +48,21 @@ class CheckpointSide:
     def _feed(self, ids: torch.Tensor) -> np.ndarray:
         """Feed [B, S] and return the last position's logits, [B, V]."""
         positions = torch.arange(self._length, self._length + ids.shape[1])[None].expand(len(ids), -1)  # [B, S]
-        kwargs = {cache_argument(self._model): self._cache, "use_cache": True}
+        kwargs = {cache_argument(self._model): self._cache, **position_arguments(self._model, positions)}
         with last_position_head(self._model):
-            logits = self._model(input_ids=ids, position_ids=positions, **kwargs).logits  # [B, 1, V]
+            logits = self._model(input_ids=ids, use_cache=True, **kwargs).logits  # [B, 1, V]
         self._length += ids.shape[1]
         return logits[:, -1].float().numpy()
 
 
-def open_checkpoint_side(model: str, manifest: Manifest, threads: int | None, offline: bool) -> CheckpointSide:
-    """Return the side for `--against`.
+def open_checkpoint_side(model: str, manifest: Manifest, threads: int | None, **how: Any) -> CheckpointSide:
+    """Return the side for `--against`; warns where its weights are not those that the bundle was exported from.
+
+    Args:
+        model: as for `load_checkpoint`.
+        manifest: of the bundle.
+        threads: for PyTorch; None leaves them as they are.
+        how: the other arguments of `load_checkpoint`.
 
     Raises:
         ModelError: no such checkpoint.
@@ -61,11 +70,16 @@ def open_checkpoint_side(model: str, manifest: Manifest, threads: int | None, of
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded = load_checkpoint(model, offline=offline).model
-    num_rows = loaded.get_output_embeddings().weight.shape[0]
+    checkpoint = load_checkpoint(model, **how)
+    num_rows = checkpoint.model.get_output_embeddings().weight.shape[0]
     if num_rows != manifest.vocab_size:
         raise UsageError(
             f"--against {model}: expected {manifest.vocab_size} tokens in the vocabulary (manifest.json), found "
             f"{num_rows}; give the checkpoint that the bundle was exported from"
         )
-    return CheckpointSide(loaded)
+    found, wanted = checkpoint.source["sha256"], manifest.model.get("sha256")
+    if found != wanted:
+        _LOG.warning(
+            "--against %s: its weights have sha256 %s, the bundle's had %s (manifest.json)", model, found, wanted
+        )
+    return CheckpointSide(checkpoint.model)

@@ -15,6 +15,7 @@ from pop_runtime.bench.peers import PEERS
 from pop_runtime.errors import BackendError, PopError, UsageError
 from pop_runtime.flags import add_target_flags
 from pop_runtime.providers import Target
+from pop_runtime.version import add_version_flag
 
 _EXAMPLES = """\
 examples:
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--csv", type=Path, metavar="FILE", help="write every sample")
     add("--plot", type=Path, metavar="FILE", help="draw the time to first token over the prompt length")
     add("--json", action="store_true", help="print one JSON object instead of the table")
+    add_version_flag(parser)
     return parser
 
 

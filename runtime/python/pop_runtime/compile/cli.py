@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pop_runtime.errors import PopError, UsageError
 from pop_runtime.providers import PROVIDERS, Shapes, Target
+from pop_runtime.version import add_version_flag
 
 if TYPE_CHECKING:
     from pop_runtime.engine import Engine
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, metavar="N", help="TensorRT: most rows (default 1)")
     add("--force", action="store_true", help="build it again though it is there")
     add("--json", action="store_true", help="end stdout with one JSON object")
+    add_version_flag(parser)
     return parser
 
 
