@@ -77,7 +77,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
 
 
 def test_a_run_beside_this_one_is_left_alone(tmp_path):
-    running = tmp_path / f".out.partial-{os.getppid()}"
+    running = tmp_path / f".out.partial-new-{os.getppid()}"
     running.mkdir()
     with staged_folder(tmp_path / "out", "bundle"):
         pass
@@ -105,6 +105,15 @@ def test_a_folder_behind_a_link_is_staged_in_its_own_file_system(tmp_path):
     (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
     with staged_folder(tmp_path / "here" / "link", "bundle") as folder:
         assert folder.parent == tmp_path
+
+
+def test_a_name_that_can_be_staged_can_be_replaced_too(tmp_path):
+    name = "x" * (255 - len(f"..partial-new-{os.getpid()}"))
+    with staged_folder(_folder(tmp_path / name), "bundle") as folder:
+        (folder / "manifest.json").write_text("new")
+    assert (tmp_path / name / "manifest.json").read_text() == "new"
+    with pytest.raises(ModelError, match="File name too long"), staged_folder(tmp_path / f"{name}x", "bundle"):
+        pass
 
 
 def test_only_leftovers_of_the_same_name_are_removed(tmp_path):

@@ -51,7 +51,7 @@ def scratch_folder(target: Path) -> Iterator[Path]:
     """
     target = target.resolve()
     made = [folder for folder in target.parents if not folder.exists()]
-    staging = target.parent / f".{target.name}.partial-{os.getpid()}"
+    staging = _sibling(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
@@ -76,6 +76,11 @@ def _is_full(error: OSError, target: Path) -> bool:
     return error.errno == errno.ENOSPC
 
 
+def _sibling(target: Path, what: str) -> Path:
+    """Return the hidden name of a folder of this run; all are of one length, so that if one fits the others do."""
+    return target.parent / f".{target.name}.partial-{what}-{os.getpid()}"
+
+
 def _remove_leftovers(target: Path) -> None:
     for folder in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         pid = folder.name.rpartition("-")[2]
@@ -88,7 +93,7 @@ def _replace(target: Path, staging: Path) -> None:
     if not target.exists():
         staging.rename(target)
         return
-    old = target.parent / f".{target.name}.partial-old-{os.getpid()}"
+    old = _sibling(target, "old")
     target.rename(old)
     try:
         staging.rename(target)
