@@ -150,13 +150,14 @@ _made: list[Path] = []
 
 
 def _smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bundle of the real model, exported once for all tests."""
+    """Return a bundle of the real model, exported once for all tests: what its fits are worth is no matter here."""
     if not _made:
         from pop_export import ExportConfig, export
 
         out = tmp_path_factory.mktemp("smollm2") / "bundle"
         config = ExportConfig(
-            model="smollm2-135m", out=out, prune_layers="20-29", calibration_samples=2, calibration_length=32
-        )
+            model="smollm2-135m", out=out, prune_layers="20-29", calibration_samples=2, calibration_length=32,
+            refit_samples=4, self_samples=0, tune_steps=0, curve=False,
+        )  # fmt: skip
         _made.append(export(config).folder)
     return _made[0]
