@@ -9,11 +9,13 @@ import pytest
 import pop_export.cli
 import pop_export.eval_cli
 import pop_runtime.bench.cli
+import pop_runtime.cli
 import pop_runtime.compile.cli
 
 MAINS = {
     "pop-export": pop_export.cli.main, "pop-eval": pop_export.eval_cli.main,
     "pop-bench": pop_runtime.bench.cli.main, "pop-compile": pop_runtime.compile.cli.main,
+    "pop-run": pop_runtime.cli.main,
 }  # fmt: skip
 
 

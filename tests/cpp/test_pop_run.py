@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ def test_without_json_the_ids_stream_and_stats_go_to_stderr(bundle: Path, pop_ru
     assert "(3 prompt tokens, 2 through the pruned graph)" in done.err
     assert "tokens/s (4 new tokens, stopped by length)" in done.err
     assert " boundary_tokens=1 " in done.err
+
+
+def test_the_version_is_that_of_the_package(pop_run: PopRun) -> None:
+    done = pop_run("--version")
+    assert (done.code, done.out) == (0, f"pop_run {version('pop-export')}\n")
 
 
 def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:

@@ -24,6 +24,7 @@ Parsed parse_arguments(int argc, char** argv) {
 
     CLI::App app("Stream tokens from a bundle made by pop-export.", "pop_run");
     app.footer(kExamples);
+    app.set_version_flag("--version", "pop_run " POP_VERSION, "print the version");
     app.add_option("dir", arguments.folder, "the bundle's folder")->required();
     auto* prompt = app.add_option("--prompt", arguments.prompt, "the prompt as text")->type_name("TEXT");
     auto* ids = app.add_option("--ids", arguments.ids, "the prompt as token ids")->type_name("N,N,...");
@@ -69,8 +70,8 @@ Parsed parse_arguments(int argc, char** argv) {
     app.add_flag("--no-verify", no_verify, "do not compare the files' sha256 with the manifest");
     try {
         app.parse(argc, argv);
-    } catch (const CLI::CallForHelp& help) {
-        return {std::nullopt, app.exit(help)};
+    } catch (const CLI::Success& told) {  // help or version
+        return {std::nullopt, app.exit(told)};
     } catch (const CLI::ParseError& error) {
         app.exit(error);  // prints it
         return {std::nullopt, pop::UsageError("").exit_code()};

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pop_runtime.errors import UsageError
+from pop_runtime.version import add_version_flag
 
 if TYPE_CHECKING:
     from pop_runtime.request import Options
@@ -92,6 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="leave weights that are not quantised as they lie in the file, for slower steps",
     )
     machine.add_argument("--no-verify", action="store_true", help="do not compare the files' sha256 with the manifest")
+    add_version_flag(parser)
     return parser
 
 
