@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from pop_export.decoder import decoder_layers
 from pop_export.projections import Projection, linear_modules, output_axis
-from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.manifest import KvLayer, Windows
+from pop_runtime.prompt_work import PromptWork, speedup_limit
 
 NUM_TOKENS = 1024  # prompt that speedups are predicted for, the one that speed.py measures
 

@@ -60,7 +60,7 @@ def add_segments(
     except (ModelError, ValueError) as problem:  # `extract` raises ValueError for a part that reads more than it should
         return Segmented(manifest, (), " ".join(str(problem).split()))
     written = dataclasses.replace(manifest, segments=_write(folder, segments))
-    if not manifest.precision.startswith("int"):
+    if not manifest.is_quantized:
         return Segmented(written, (_check(folder, written, ids, whole),))
     with _exact_copies(folder, manifest, graphs, plan) as exact:
         return Segmented(written, (_check(folder, exact, ids, open_graphs(folder, exact, whole.threads)),))

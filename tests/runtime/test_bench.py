@@ -15,7 +15,6 @@ from pop_runtime.bench import agreement
 from pop_runtime.bench import measure as measuring
 from pop_runtime.bench.cli import main
 from pop_runtime.bench.engines import CLOCKS, BundleEngine, Run, timed
-from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.bench.measure import Settings, measure
 from pop_runtime.bench.output import table
 from pop_runtime.bench.peers import PEERS, Peer
@@ -23,6 +22,7 @@ from pop_runtime.bench.processes import Worker
 from pop_runtime.bench.rounds import Line, Sample, Spread, figures_of, prompt_of, ratios_to_peers, run_rounds
 from pop_runtime.errors import BackendError, UsageError
 from pop_runtime.manifest import Plan, Windows
+from pop_runtime.prompt_work import PromptWork, speedup_limit
 from tests.runtime.tiny_bundle import PROMPT, SKIPPED, L, V, make_bundle
 
 SMALL = ["--prompt-lengths", "8,20", "--new-tokens", "4", "--repeat", "2", "--threads", "1"]

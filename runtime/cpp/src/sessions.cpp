@@ -39,7 +39,8 @@ Ort::SessionOptions session_options(int threads, Spin spin, bool packed) {
     return options;
 }
 
-bool begins(const std::string& text, const char* with) { return text.rfind(with, 0) == 0; }
+// Returns whether weights are stored in small integers: "int8-...", "int4-...".
+bool is_quantized(const Manifest& manifest) { return manifest.precision.rfind("int", 0) == 0; }
 
 SessionPair new_pair(const std::filesystem::path& folder, const Manifest& manifest, int threads) {
     return {std::make_unique<SharedWeights>(folder, manifest), threads, {}, {}, {}, false};
@@ -129,7 +130,7 @@ SessionPair open_pair(const std::filesystem::path& folder, const Manifest& manif
                                  "leave it out to use the visible cores"));
     }
     const auto threads = options.threads.value_or(visible_cores());
-    const bool leaves_unpacked = options.low_memory && !begins(manifest.precision, "int");
+    const bool leaves_unpacked = options.low_memory && !is_quantized(manifest);
     if (!manifest.segments.empty() && !leaves_unpacked) return open_segments(folder, manifest, threads);
     return open_graphs(folder, manifest, threads, options.low_memory);
 }
@@ -159,7 +160,7 @@ SessionPair open_graphs(const std::filesystem::path& folder, const Manifest& man
     pair.links.push_back(closed_link(manifest.prefill_graph));
     std::vector<Ort::SessionOptions> options;
     // The fast kernels of quantised weights exist for packed weights alone: a step would take 40 times as long.
-    options.push_back(session_options(threads, Spin::always, !low_memory || begins(manifest.precision, "int")));
+    options.push_back(session_options(threads, Spin::always, !low_memory || is_quantized(manifest)));
     options.push_back(session_options(threads, Spin::never, !low_memory));
     open_links(pair, folder, std::move(options));
     pair.decode = {&pair.links[0]};

@@ -111,6 +111,11 @@ class Manifest:
     dialect: str = "ort"  # one of DIALECTS: operators of the graphs
     segments: tuple[Segment, ...] = ()  # both graphs again, in the order in which they run, kept layers once
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are stored in small integers: precision "int8-...", "int4-..."."""
+        return self.precision.startswith("int")
+
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file's bytes, in hex."""

@@ -88,7 +88,7 @@ def open_pair(
     if low_memory and engine is not None:
         raise UsageError("low_memory: expected no engine, found one, which runs as it was built; leave one out")
     count = threads or visible_cores()
-    leaves_unpacked = low_memory and not manifest.precision.startswith("int")
+    leaves_unpacked = low_memory and not manifest.is_quantized
     if manifest.segments and target.provider.runs_segments and not leaves_unpacked:
         pair = open_segments(folder, manifest, count, target, engine)
         for chain in (pair.prefill, pair.decode):
@@ -137,7 +137,7 @@ def open_graphs(
 ) -> SessionPair:
     """Return one session for each of the two whole graphs; arguments as for `open_pair`."""
     sessions = []
-    prefill, decode, is_quantized = PREFILL_ENTRIES, DECODE_ENTRIES, manifest.precision.startswith("int")
+    prefill, decode, is_quantized = PREFILL_ENTRIES, DECODE_ENTRIES, manifest.is_quantized
     if low_memory:
         prefill = {**prefill, **UNPACKED}
         decode = decode if is_quantized else {**decode, **UNPACKED}

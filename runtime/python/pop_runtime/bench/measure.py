@@ -14,13 +14,13 @@ from typing import Any
 
 from pop_runtime.bench.agreement import LEAST_TOP1, TEXT, agreement_of, probes_of
 from pop_runtime.bench.engines import Run
-from pop_runtime.bench.limit import PromptWork, speedup_limit
 from pop_runtime.bench.peers import PEERS
 from pop_runtime.bench.processes import Worker
 from pop_runtime.bench.rounds import Line, Sample, figures_of, pairs_of, prompt_of, ratios_to_peers, run_rounds
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import Manifest, Windows, read_manifest
 from pop_runtime.open_provider import require_provider
+from pop_runtime.prompt_work import PromptWork, speedup_limit
 from pop_runtime.providers import CPU, Target
 from pop_runtime.sequence import check_prefill, windows_in_force
 from pop_runtime.sessions import require_dialect, visible_cores
