@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from pop_export.calibration.fitting_text import fitting_text
+from pop_export.calibration.fitting_text import fitting_corpus, fitting_text
 from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.config import ExportConfig
 from pop_export.damage import DamageMeter, Protocol
@@ -142,7 +142,8 @@ def fitted_plans(
 
     A fit is made for its sink: run with another it does twice the damage.
     """
-    text, projections = fitting_text(config, checkpoint), find_kv_projections(checkpoint.model)
+    text = fitting_text(config, checkpoint, fitting_corpus(config, checkpoint))
+    projections = find_kv_projections(checkpoint.model)
     modules = modules_by_layer(projections)
     passes = [FullPass(stack, windows, modules, keep=range(len(stack))) for windows in (text.fitting, text.judging)]
     plans = {}

@@ -3,8 +3,8 @@
     python benchmarks/gpu_check.py                      on an NVIDIA GPU: pip install 'pop-export[gpu,export]'
     python benchmarks/gpu_check.py --device cpu --tiny  the same logic where there is none
 
-- tiny families and SmolLM2 on the CUDA provider against PyTorch on the same GPU, in dialect ort also with decode steps
-  that are recorded and replayed (CUDA graphs);
+- tiny families and SmolLM2 on the CUDA provider against PyTorch on the same GPU, and again with decode steps that are
+  recorded and replayed (CUDA graphs) where the graph copies nothing between CPU and GPU in a run;
 - device memory of both graphs against that of one;
 - time of a full and of a pruned prefill, of a step, and of a replayed step.
 
@@ -22,8 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import torch
 import transformers
+from device_copies import copied_values
 from device_pair import compare, export_pair, median_ms, open_on, synchronize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -48,7 +50,6 @@ FAMILIES = {
     ),
     "phi3": lambda: transformers.Phi3Config(**TINY, partial_rotary_factor=0.75),
 }
-NOT_RECORDED = ("gemma3_text",)  # see `_replayed`
 # CUDA's GroupQueryAttention knows 16 bits only, a CPU no bfloat16.
 CASES = {
     "cuda": (("float32", "standard"), ("float16", "ort"), ("bfloat16", "ort"), ("float16", "standard")),
@@ -138,7 +139,7 @@ def _check(
     dtype = getattr(torch, case[0])
     manifest = export_pair(model, folder, dtype, case[1], skipped)
     found = compare(open_on(folder, manifest, target), manifest, model, dtype, ids, device)
-    replayed = _replayed(name, case[1], target)
+    replayed = _replayed(folder, manifest, target)
     again = found if replayed is None else compare(
         open_on(folder, manifest, replayed), manifest, model, dtype, ids, device
     )  # fmt: skip
@@ -148,13 +149,9 @@ def _check(
     return {**row, "replayed": again.largest, "passed": found.passed and again.passed}, manifest
 
 
-def _replayed(name: str, dialect: str, target: Target) -> Target | None:
-    """Return the target with recorded steps; None where they cannot be recorded.
-
-    That is where positions come from sizes, which the CPU computes, and are copied in every run: in dialect standard,
-    and in families whose rotary embedding does not fit the attention operator.
-    """
-    if dialect != "ort" or name in NOT_RECORDED or target.provider.records_runs is None:
+def _replayed(folder: Path, manifest: Manifest, target: Target) -> Target | None:
+    """Return the target with recorded steps; None where they cannot be recorded: a value is copied in every run."""
+    if target.provider.records_runs is None or copied_values(ir.load(folder / manifest.decode_graph)):
         return None
     return dataclasses.replace(target, cuda_graphs=True)
 
@@ -176,7 +173,7 @@ def _measure(folder: Path, manifest: Manifest, target: Target, device: str) -> d
     sequence = Tokens(pair, cache)
     sequence.feed(ids, "prefill")
     step = median_ms(lambda: sequence.feed([7], "decode"), device, NUM_STEPS)
-    replayed_ms, replayed = None, _replayed("", manifest.dialect, target)
+    replayed_ms, replayed = None, _replayed(folder, manifest, target)
     if replayed is not None:
         del sequence, pair
         sequence = Tokens(open_on(folder, manifest, replayed), cache)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pop_export.calibration.corpus import calibration_samples
-from pop_export.calibration.fitting_text import fitting_text
+from pop_export.calibration.fitting_text import fitting_corpus, fitting_text
 from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.config import ExportConfig
 from pop_export.cost import predicted_speedup
@@ -51,7 +51,7 @@ def main() -> None:
 
 def _lab(config: ExportConfig, checkpoint: Checkpoint, arguments: argparse.Namespace, sink_tokens: int) -> PlanLab:
     """Return a lab that fits on the default text and measures on the given files."""
-    text = fitting_text(config, checkpoint)
+    text = fitting_text(config, checkpoint, fitting_corpus(config, checkpoint))
     length = CONTEXT_TOKENS + CONTINUATION_TOKENS
     held_out: dict[str, list[np.ndarray]] = {}
     for file in arguments.data:

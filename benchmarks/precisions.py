@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from pop_export.bundle import save_graphs
 from pop_export.calibration.corpus import calibration_samples
-from pop_export.calibration.fitting_text import fitting_text
+from pop_export.calibration.fitting_text import fitting_corpus, fitting_text
 from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.config import ExportConfig, Quantizer
 from pop_export.decoder import max_positions_of
@@ -73,7 +73,8 @@ def main() -> None:
     configs = {row: row_config(arguments.model, row) for row in arguments.rows}
     windows = _windows(checkpoint, arguments.data, arguments.windows)
     reference = [model_scores(checkpoint.model, ids) for ids in windows]
-    text = fitting_text(ExportConfig(arguments.model, Path("unused")), checkpoint).fitting
+    config = ExportConfig(arguments.model, Path("unused"))
+    text = fitting_text(config, checkpoint, fitting_corpus(config, checkpoint)).fitting
     decode = build_decode_graph(checkpoint.model, kv_layout(checkpoint.model))
     print(f"{len(windows)} windows: {CONTEXT_TOKENS} tokens of prompt, {SCORED_TOKENS} scored", flush=True)
     print("| row | stored as | bytes | KL weights | KL run | quantising s | prefill | full prefill | step ms |")

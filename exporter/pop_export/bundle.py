@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,10 @@ def check_target(out: Path, force: bool) -> None:
     """
     try:
         _refuse_other_content(out, force)
+        if os.path.ismount(out):  # it could not be renamed in the end
+            raise UsageError(
+                f"--out {out}: expected a folder that can be replaced, found a mount point; name one in it"
+            )
         with scratch_folder(out):
             pass  # its place can be written, and its name is not too long
     except OSError as error:

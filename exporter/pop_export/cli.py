@@ -166,17 +166,24 @@ def _interrupt(*_: Any) -> None:
 def summary(folder: Path, report: dict[str, Any]) -> str:
     """Return what a person wants to know of a finished export."""
     plan, speed = report["plan"], report["speed"]
-    chosen = report["quality"]["chosen"]
+    quality = report["quality"]
+    damage, predicted = "damage was not measured: its prompts lie within the windows", ""
+    if quality is not None:
+        chosen = quality["chosen"]
+        damage = (
+            f"damage on text kept aside: KL {chosen['kl_mean_nats']:.3f} nats per token, "
+            f"same first choice at {chosen['top1_agreement']:.1%} of {chosen['num_positions']} positions"
+        )
+        predicted = f", predicted {chosen['predicted_speedup']:.2f} x"
     return "\n".join(
         (
             f"{folder}: {len(plan['skipped_layers'])} of {plan['num_layers']} layers skipped in prefill: "
             f"{', '.join(map(str, plan['skipped_layers'])) or 'none'}; refitted: {len(plan['refitted_layers'])}, "
             f"with a surrogate: {len(plan['surrogate_layers'])}",
-            f"damage on text kept aside: KL {chosen['kl_mean_nats']:.3f} nats per token, "
-            f"same first choice at {chosen['top1_agreement']:.1%} of {chosen['num_positions']} positions",
+            damage,
             f"prefill of {speed['num_prompt_tokens']} tokens: {speed['full_prefill_ms']:.0f} ms full, "
             f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x; as a turn with its windows "
-            f"{speed['turn_speedup']:.2f} x, predicted {chosen['predicted_speedup']:.2f} x",
+            f"{speed['turn_speedup']:.2f} x{predicted}",
             *_precision_lines(report),
             f'try it: pop-run {folder} --prompt "Explain in two sentences why the sky is blue."',
         )

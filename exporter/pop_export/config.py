@@ -156,10 +156,9 @@ class ExportConfig:
         """Refuse settings that others leave without effect; a 0, which asks for none, agrees with them."""
         idle: dict[str, tuple[str, ...]] = {}
         if self.calibration is not None:
-            idle["--calibration"] = ("calibration_samples", "calibration_length", "fisher")
+            idle["--calibration"] = ("fisher",)  # the samples still say which text is verified with
         if not self.refit:
-            fits_weights = self.precision in QUANTIZED  # to windows of the corpus
-            idle["--no-refit"] = ("tune_steps", "self_samples", *(() if fits_weights else ("refit_samples",)))
+            idle["--no-refit"] = ("tune_steps", "self_samples")
         if not self.searches:
             by_list, by_gates = self.prune_layers is not None, self.select == "gates"
             cause = "--prune-layers" if by_list else "--select gates" if by_gates else "--no-refit"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pop_export.cli import add_checkpoint_flags
 from pop_export.extras import imports_for
 from pop_runtime.errors import PopError, UsageError
-from pop_runtime.flags import add_target_flags
+from pop_runtime.flags import add_target_flags, check_windows_have_effect
 from pop_runtime.version import add_version_flag
 
 if TYPE_CHECKING:
@@ -125,8 +125,10 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     for name in ("retrieval-length", "retrieval-keys"):
         if arguments.no_retrieval and getattr(arguments, name.replace("-", "_")) is not None:
             raise UsageError(f"--{name} and --no-retrieval: the one has no effect beside the other; drop one of them")
-    if arguments.revision is not None and arguments.against is None:
-        raise UsageError("--revision: expected --against with it, whose checkpoint it names, found none; add it")
+    for name in ("revision", "trust-remote-code", "allow-pickle"):
+        if getattr(arguments, name.replace("-", "_")) and arguments.against is None:
+            raise UsageError(f"--{name}: expected --against with it, whose checkpoint it is about, found none; add it")
+    check_windows_have_effect(arguments.sink_tokens, arguments.boundary_tokens, arguments.prefill != "full")
 
 
 def _config(arguments: argparse.Namespace) -> EvalConfig:

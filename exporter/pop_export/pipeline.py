@@ -20,7 +20,7 @@ from pop_export.ablation import ablation_summary
 from pop_export.bundle import Bundle, check_space, check_target, save_graphs
 from pop_export.calibration.calibrate import calibrate
 from pop_export.calibration.corpus import Samples, calibration_samples
-from pop_export.calibration.fitting_text import FittingText, fitting_text
+from pop_export.calibration.fitting_text import FittingText, fitting_corpus, fitting_text
 from pop_export.calibration.record import Calibration, read_calibration, write_calibration
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
 from pop_export.config import NUM_BITS, ExportConfig
@@ -34,7 +34,7 @@ from pop_export.half_precision import require_finite
 from pop_export.plan_lab import PlanLab, TrialSettings
 from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
 from pop_export.precision_damage import OriginalScores, original_scores, precision_damage, require_small_damage
-from pop_export.quality import MeasuringText, fit_summary, measuring_text, quality_summary, require_pruned_prompt
+from pop_export.quality import MeasuringText, fit_summary, measuring_text, quality_summary
 from pop_export.reference import PrefillPlan
 from pop_export.refit import PrefillFit
 from pop_export.report import build_report, write_json
@@ -53,6 +53,7 @@ from pop_export.verify import (
     verify_last_layer,
     verify_quantized,
 )
+from pop_runtime.errors import UsageError
 from pop_runtime.manifest import KvLayer, Manifest, Plan, describe_files, write_manifest
 from pop_runtime.model import Model
 from pop_runtime.sessions import SessionPair, open_graphs, open_pair, visible_cores
@@ -89,7 +90,7 @@ def export(config: ExportConfig) -> Bundle:
     require_precision(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    watch, windows = _Stopwatch(), config.windows
+    watch = _Stopwatch()
     with watch.stage("load", f"loading {config.model}"):
         checkpoint = load_checkpoint(
             config.model,
@@ -101,10 +102,12 @@ def export(config: ExportConfig) -> Bundle:
         kv_layers = kv_layout(checkpoint.model)
         num_weights = sum(parameter.numel() for parameter in checkpoint.model.parameters())
         check_space(config.out, num_weights * NUM_BITS[config.precision] // 8)
-        require_pruned_prompt(min(config.refit_length, max_positions_of(checkpoint.model)), windows)
-    with watch.stage("calibration_text", "gathering text to calibrate on"):
+    with watch.stage("text", "gathering text"):
         samples = _samples(config, checkpoint)
         prompt = _verification_text(checkpoint, samples)
+        corpus = fitting_corpus(config, checkpoint)
+        aside = measuring_text(corpus, config.windows)
+        _check_measuring(config, aside)
     # before calibration and fits: code that cannot be traced is found within seconds, not after minutes
     with watch.stage("build", "building the decode graph"), traced_weights(config, checkpoint.model):
         if config.precision in HALF:
@@ -112,9 +115,8 @@ def export(config: ExportConfig) -> Bundle:
         decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
     with watch.stage("calibrate", "calibrating"):
         calibration = _calibration(config, checkpoint, samples)
-    with watch.stage("fitting_text", "gathering text to fit on"):
-        text = fitting_text(config, checkpoint)
-        aside = measuring_text(text.corpus, windows)
+    with watch.stage("own_text", "letting the model write text to fit on"):
+        text = fitting_text(config, checkpoint, corpus)
     choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, text, aside, watch)
     original = _original_scores(config, checkpoint, fitted.plan, aside)
     with watch.stage("cut", "cutting the prefill graph"):
@@ -176,23 +178,47 @@ def _planned(
     with watch.stage("select", "choosing layers"):
         settings = TrialSettings(config.refit, config.uses_surrogates, aside.protocol)
         lab = PlanLab(checkpoint.model, kv_layers, text.fitting, text.judging, aside.by_source, settings)
+        if not aside.shows_damage:  # a curve would be flat, and tuning judged by nothing
+            config = dataclasses.replace(config, curve=False, tune_steps=0)
         choice = choose_plan(config, lab, calibration.prefill.importance)
     with watch.stage("refit", "fitting the prefill to the full model"):
         fitted = lab.fit(choice.skipped_layers, config.tune_steps, config.seed)
     with watch.stage("quality", "measuring damage"):
-        measured = _measured(lab, choice, fitted, text.description, watch.seconds["refit"])
-    return choice, fitted, measured
+        measured = _measured(lab, choice, fitted, aside.shows_damage)
+    return choice, fitted, {**fit_summary(fitted, text.description, watch.seconds["refit"]), **measured}
 
 
-def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, fitted_on: str, refit_seconds: float) -> dict[str, Any]:
-    """Return what report.json says of the fits and of the damage they leave."""
+def _check_measuring(config: ExportConfig, aside: MeasuringText) -> None:
+    """Refuse windows that cover the prompts which damage is measured on, where damage decides; else say what follows.
+
+    Raises:
+        UsageError: layers are to be chosen by damage, and no plan would show any.
+    """
+    if aside.shows_damage:
+        return
+    windows = config.windows
+    found = (
+        f"expected some of the {aside.protocol.context_tokens} tokens between sink and boundary in the prompts that "
+        f"damage is measured on, found windows of {windows.sink_tokens} + {windows.boundary_tokens}"
+    )
+    if config.searches or config.max_kl is not None:
+        raise UsageError(
+            f"{found}; lower --boundary-tokens, give longer texts (--calibration-data, --refit-length), or name the "
+            "layers with --prune-layers"
+        )
+    print(f"note: damage is not measured: {found}", file=sys.stderr)
+
+
+def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, shows_damage: bool) -> dict[str, Any]:
+    """Return what report.json says of the damage that the plan does, None where it cannot be seen, and of its work."""
     damage = lab.meter.measure(fitted.plan)
     predicted = lab.predicted_speedup(fitted.plan)
     quality = quality_summary(lab.settings.protocol, damage, choice.curve, predicted, len(choice.order))
     full, pruned = prompt_work(lab.costs, fitted.plan.skipped_layers, fitted.plan.surrogates)
     work = {"full": dataclasses.asdict(full), "pruned": dataclasses.asdict(pruned)}
-    ablation = ablation_summary(lab, fitted, damage["all"])
-    return {**fit_summary(fitted, fitted_on, refit_seconds), "quality": quality, "ablation": ablation, "work": work}
+    if not shows_damage:
+        return {"quality": None, "ablation": None, "work": work}
+    return {"quality": quality, "ablation": ablation_summary(lab, fitted, damage["all"]), "work": work}
 
 
 def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:

@@ -13,7 +13,6 @@ from pop_export.damage import Damage, Protocol
 from pop_export.plan_lab import Point
 from pop_export.refit import FitRecord, PrefillFit
 from pop_export.ridge import RIDGES
-from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Windows
 
 
@@ -25,47 +24,30 @@ class MeasuringText:
     protocol: Protocol
 
     @property
+    def shows_damage(self) -> bool:
+        """Whether sink and boundary leave anything of the prompts to prune; else no plan shows any damage."""
+        return self.protocol.num_pruned > 0
+
+    @property
     def windows(self) -> list[np.ndarray]:
         """The windows of all sources."""
         return [window for windows in self.by_source.values() for window in windows]
 
 
 def measuring_text(samples: Samples, windows: Windows) -> MeasuringText:
-    """Return the windows kept aside that are at least half as long as the longest, cut to the shortest of them.
+    """Return the windows kept aside, cut to a common length: the longest ones and those that measure nearly as much.
 
-    Three quarters of a window are the prompt, the rest the continuation: 384 and 128 of 512 tokens.
-
-    Raises:
-        UsageError: as `require_pruned_prompt`, for the longest.
+    Three quarters of a window are the prompt, the rest the continuation: 384 and 128 of 512 tokens. Windows are left
+    out if less than half as much of their prompt is pruned as of the longest's.
     """
     lengths = [len(window) for window in samples.held_out]
-    longest = max(lengths)
-    require_pruned_prompt(longest, windows)
-    length = min(length for length in lengths if length >= longest / 2 and _protocol(length, windows).num_pruned > 0)
+    most = _protocol(max(lengths), windows).num_pruned
+    length = min(length for length in lengths if 2 * _protocol(length, windows).num_pruned >= most or most < 1)
     by_source: dict[str, list[np.ndarray]] = {}
     for window, source in zip(samples.held_out, samples.held_out_sources, strict=True):
         if len(window) >= length:
             by_source.setdefault(source, []).append(window[:length])
     return MeasuringText(by_source, _protocol(length, windows))
-
-
-def require_pruned_prompt(length: int, windows: Windows) -> None:
-    """Refuse windows that cover the prompts which damage is measured on: no plan would show any.
-
-    Args:
-        length: tokens of a window of text, prompt and continuation.
-        windows: sink and boundary.
-
-    Raises:
-        UsageError: they leave nothing of such a prompt to prune.
-    """
-    protocol = _protocol(length, windows)
-    if protocol.num_pruned < 1:
-        raise UsageError(
-            f"--sink-tokens {windows.sink_tokens} --boundary-tokens {windows.boundary_tokens}: expected fewer than the "
-            f"{protocol.context_tokens} tokens of the prompts that damage is measured on, found "
-            f"{windows.sink_tokens + windows.boundary_tokens}; lower them, raise --refit-length, or give longer texts"
-        )
 
 
 def _protocol(length: int, windows: Windows) -> Protocol:

@@ -19,12 +19,9 @@ def test_paths_may_be_given_as_text():
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        (("--calibration-samples", "8"), ("--calibration", "c.json")),
-        (("--calibration-length", "64"), ("--calibration", "c.json")),
         (("--fisher", "empirical"), ("--calibration", "c.json")),
         (("--tune-steps", "20"), ("--no-refit",)),
         (("--self-samples", "8"), ("--no-refit",)),
-        (("--refit-samples", "8"), ("--no-refit",)),
         (("--search-breadth", "3"), ("--no-refit",)),
         (("--search-breadth", "3"), ("--prune-layers", "20-29")),
         (("--search-breadth", "3"), ("--select", "gates")),
@@ -41,7 +38,8 @@ def test_a_flag_that_another_leaves_without_effect_is_refused(flags, cause, tmp_
     "settings",
     [
         dict(refit=False, tune_steps=0, self_samples=0),  # asks for none, and gets none
-        dict(refit=False, refit_samples=8, precision="int4"),  # whose weights are fitted to that text
+        dict(refit=False, refit_samples=8),  # what is left of the text is measured on
+        dict(calibration="c.json", calibration_samples=8, calibration_length=64),  # of the text that is verified with
         dict(refit=False, select="search", search_breadth=3),
         dict(max_kl=0.1, search_breadth=3, tune_steps=20, self_samples=8),
     ],
@@ -50,6 +48,6 @@ def test_flags_that_have_an_effect_together_are_taken(settings):
     ExportConfig(model="m", out="out", **settings)
 
 
-def test_a_length_without_effect_names_its_cause_from_python_too():
-    with pytest.raises(UsageError, match="--calibration-length and --calibration: the one has no effect"):
-        ExportConfig(model="m", out="out", calibration="c.json", calibration_length=64)
+def test_a_setting_without_effect_names_its_cause_from_python_too():
+    with pytest.raises(UsageError, match="--fisher and --calibration: the one has no effect"):
+        ExportConfig(model="m", out="out", calibration="c.json", fisher="empirical")

@@ -16,7 +16,7 @@ import transformers
 
 import pop_runtime
 from pop_export import ExportConfig, pipeline, speed
-from pop_export.cli import main
+from pop_export.cli import main, summary
 from pop_export.extras import imports_for
 from pop_export.reference import PrefillPlan
 from pop_runtime.errors import GateError, ModelError, UsageError
@@ -244,7 +244,22 @@ def test_code_that_cannot_be_traced_is_found_before_anything_is_measured(quick_e
         quick_export()
 
 
-def test_windows_that_leave_nothing_to_measure_are_refused_before_any_work(quick_export, monkeypatch):
+@pytest.mark.parametrize(
+    "settings", [{"boundary_tokens": 400}, {"refit_length": 64}, {"max_kl": 0.1, "select": "gates"}]
+)
+def test_where_damage_decides_windows_that_hide_it_are_refused_before_any_work(quick_export, monkeypatch, settings):
     monkeypatch.setattr(pipeline, "build_decode_graph", lambda *_: pytest.fail("built first"))
-    with pytest.raises(UsageError, match=r"--boundary-tokens 400: expected fewer than the .* tokens of the prompts"):
-        quick_export(boundary_tokens=400)
+    with pytest.raises(
+        UsageError, match=r"expected some of the \d+ tokens between sink .* found windows of 4 \+ \d+; "
+    ):
+        quick_export(**{"boundary_tokens": 400, **settings})
+
+
+def test_where_layers_are_named_it_is_said_that_no_damage_was_measured(quick_export, capsys):
+    bundle = quick_export(prune_layers="1,3", boundary_tokens=400)
+    assert "note: damage is not measured: expected some of the" in capsys.readouterr().err
+    assert bundle.report["quality"] is None and bundle.report["ablation"] is None
+    assert bundle.report["refit"]["tuning"] is None
+    assert "damage was not measured" in summary(bundle.folder, bundle.report)
+    html = (bundle.folder / "report.html").read_text()
+    assert 'id="quality"' not in html and "mean KL to the full model" not in html

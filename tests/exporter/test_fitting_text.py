@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from pop_export.calibration import fitting_text as fitting
 from pop_export.calibration import sources
 from pop_export.calibration.corpus import Samples
-from pop_export.calibration.fitting_text import fitting_text
 from pop_export.calibration.self_text import self_text
 from pop_export.checkpoint import Checkpoint
 from pop_export.config import ExportConfig
@@ -24,6 +24,10 @@ def checkpoint():
 
 def config(**settings):
     return ExportConfig(model="m", out="out", refit_length=64, refit_samples=10, self_samples=12, **settings)
+
+
+def fitting_text(config, checkpoint):
+    return fitting.fitting_text(config, checkpoint, fitting.fitting_corpus(config, checkpoint))
 
 
 def written(model, seed=0, num=5, bos=256):
@@ -103,21 +107,19 @@ def _aside(*lengths):
     return Samples(windows[:1], windows, "notes", "", tuple("ab"[index % 2] for index in range(len(lengths))))
 
 
-def test_unequal_windows_are_cut_to_a_common_length_and_much_shorter_ones_left_out():
+def test_unequal_windows_are_cut_to_a_common_length_that_measures_at_least_half_as_much():
     found = measuring_text(_aside(100, 31, 60, 88), Windows(2, 3))
     assert found.protocol == Protocol(45, 15, Windows(2, 3))
     assert {source: [len(window) for window in windows] for source, windows in found.by_source.items()} == {
         "a": [60, 60],
         "b": [60],
     }
-    longer = measuring_text(_aside(100, 60, 88), Windows(4, 50))  # 60 would leave nothing to prune
-    assert [len(window) for window in longer.windows] == [88, 88]
+    barely = measuring_text(_aside(180, 150, 120, 95, 92), Windows(4, 64))  # 95 tokens: a prompt of 72, 4 of it pruned
+    assert [len(window) for window in barely.windows] == [150, 150] and barely.protocol.num_pruned == 45
 
 
-def test_windows_that_cover_the_prompts_are_refused_since_no_plan_would_show_damage():
-    message = "--sink-tokens 4 --boundary-tokens 71: expected fewer than the 75 tokens .* found 75; lower them"
-    with pytest.raises(UsageError, match=message):
-        measuring_text(_aside(100, 60), Windows(4, 71))
+def test_windows_that_cover_the_prompts_show_no_damage():
+    assert not measuring_text(_aside(100, 60), Windows(4, 71)).shows_damage
     assert measuring_text(_aside(100, 60), Windows(4, 70)).protocol.num_pruned == 1
 
 

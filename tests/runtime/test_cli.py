@@ -251,6 +251,25 @@ def test_a_message_whose_reading_is_interrupted_is_forgotten_and_said_to_be(
     assert "roles must alternate" not in error and error.count("stopped by length") == 2
 
 
+def test_an_interrupt_leaves_the_json_of_the_turns_that_were_answered(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, counts = pop_runtime.Generation._advance, {"tokens": 0}
+
+    def interrupted(self: pop_runtime.Generation) -> None:
+        counts["tokens"] += 1
+        if counts["tokens"] == 3:  # the first of the second answer
+            raise KeyboardInterrupt
+        advance(self)
+
+    monkeypatch.setattr(pop_runtime.Generation, "_advance", interrupted)
+    _stdin(monkeypatch, b"a\nb\nc\n")
+    assert (
+        main([str(chat_bundle), "--chat", "--json", "--max-new-tokens", "2", "--ignore-eos", "--threads", "1"]) == 130
+    )
+    assert len(json.loads(capsys.readouterr().out)["turns"]) == 1
+
+
 def test_what_has_no_effect_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_bundle(tmp_path, text_files={"generation_config.json": '{"num_beams": 4}'})
     assert main([str(folder), "--ids", "5", "--json", "--top-k", "3", "--max-new-tokens", "1"]) == 0

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from pop_runtime import staging
 from pop_runtime.errors import ModelError
 from pop_runtime.staging import staged_folder
 
@@ -108,11 +109,28 @@ def test_a_folder_behind_a_link_is_staged_in_its_own_file_system(tmp_path):
 
 
 def test_a_name_that_can_be_staged_can_be_replaced_too(tmp_path):
-    name = "x" * (255 - len(f"..partial-new-{os.getpid()}"))
+    name = "x" * (255 - len(f"..partial-new-{staging._RUN}-{os.getpid()}"))
     with staged_folder(_folder(tmp_path / name), "bundle") as folder:
         (folder / "manifest.json").write_text("new")
     assert (tmp_path / name / "manifest.json").read_text() == "new"
     with pytest.raises(ModelError, match="File name too long"), staged_folder(tmp_path / f"{name}x", "bundle"):
+        pass
+
+
+def test_a_run_in_another_container_with_the_same_number_is_left_alone(tmp_path, monkeypatch):
+    """Or what such a run left: which of both it is cannot be told."""
+    with staged_folder(tmp_path / "out", "bundle"):
+        (other,) = tmp_path.iterdir()
+        monkeypatch.setattr(staging, "_RUN", "00000000")
+        with staged_folder(tmp_path / "out", "bundle"):
+            pass
+        assert other.is_dir()
+
+
+def test_a_loop_of_links_is_one_line(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(ModelError, match="cannot write the bundle"), staged_folder(tmp_path / "a" / "out", "bundle"):
         pass
 
 

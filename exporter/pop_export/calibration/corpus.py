@@ -42,6 +42,7 @@ def calibration_samples(
     num_held_out: int = 0,
     offline: bool = False,
     with_docstrings: bool = False,
+    length_flag: str = "--calibration-length",
 ) -> Samples:
     """Return windows of text as token ids, taken evenly from all sources, and further ones kept aside.
 
@@ -58,6 +59,7 @@ def calibration_samples(
         num_held_out: windows kept aside.
         offline: refuse a source that would need the network.
         with_docstrings: let the default corpus hold docstrings as well.
+        length_flag: what `length` comes from, for messages.
 
     Raises:
         UsageError: a source cannot be read, or has too little text for one sample (and one to keep aside, if asked).
@@ -80,7 +82,7 @@ def calibration_samples(
     if held_out and held_out == len(chosen):
         raise UsageError(
             f"{', '.join(source.name for source in sources)}: enough text for one sample of {length} tokens, none to "
-            "keep aside for measuring; add text or lower --calibration-length"
+            f"keep aside for measuring; add text or lower {length_flag}"
         )
     num_used = len(chosen) - held_out
     windows = tuple(window for _, window in chosen)

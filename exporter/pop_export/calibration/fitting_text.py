@@ -27,25 +27,29 @@ class FittingText:
     description: str
 
 
-def fitting_text(config: ExportConfig, checkpoint: Checkpoint) -> FittingText:
-    """Return the text for fits, the same for the same settings.
+def fitting_corpus(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
+    """Return the corpus for fits and what is kept aside of it, the same for the same settings.
 
     Raises:
-        UsageError: the corpus cannot be read or holds too little text.
+        UsageError: it cannot be read or holds too little text.
     """
-    longest = max_positions_of(checkpoint.model)
-    corpus = calibration_samples(
+    return calibration_samples(
         checkpoint.tokenizer,
         data=config.calibration_data,
         num_samples=config.refit_samples,
-        length=min(config.refit_length, longest),
+        length=min(config.refit_length, max_positions_of(checkpoint.model)),
         seed=config.seed,
         num_held_out=NUM_HELD_OUT,
         offline=config.offline,
         with_docstrings=True,
+        length_flag="--refit-length",
     )
+
+
+def fitting_text(config: ExportConfig, checkpoint: Checkpoint, corpus: Samples) -> FittingText:
+    """Return the corpus with what the model writes itself, the same for the same settings."""
     own: list[np.ndarray] = []
-    length = min(LENGTH_TOKENS, longest)
+    length = min(LENGTH_TOKENS, max_positions_of(checkpoint.model))
     if config.self_samples and config.refit:
         with progress("sampling text from the model", num_steps_of(config.self_samples, length)) as advance:
             own = self_text(

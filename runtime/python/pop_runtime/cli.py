@@ -94,10 +94,16 @@ def _chat(arguments: argparse.Namespace, model: Model) -> None:
 
     options = options_of(arguments)
     del options["raw"]
-    chat(conversation, options, not arguments.json, answered)
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        chat(conversation, options, not arguments.json, answered)
+    except KeyboardInterrupt as caught:  # it does not take the turns that were answered
+        interrupt = caught
     if arguments.json:
         counts = {"num_tokens": len(conversation), "num_pruned_tokens": conversation.provenance.count("pruned")}
-        print(json.dumps({"turns": turns, **counts}))
+        print(json.dumps({"turns": turns, **counts}), flush=True)
+    if interrupt is not None:
+        raise interrupt
 
 
 def _prompt(arguments: argparse.Namespace) -> Prompt:

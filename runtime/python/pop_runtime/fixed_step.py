@@ -17,7 +17,6 @@ from pop_runtime.device_buffer import Buffer, address, read, write, zeros
 from pop_runtime.open_provider import onnxruntime
 
 if TYPE_CHECKING:
-    from pop_runtime.chain import ChainedSession
     from pop_runtime.kv_cache import KvCache
 
 RECORDING = "gpu_graph_id"  # entry of the run's options that tells recordings apart
@@ -36,9 +35,8 @@ class FixedStep:
     """
 
     def __init__(
-        self, session: onnxruntime.InferenceSession | ChainedSession, cache: KvCache,
-        logits: tuple[type[np.generic], int],
-    ) -> None:  # fmt: skip
+        self, session: onnxruntime.InferenceSession, cache: KvCache, logits: tuple[type[np.generic], int]
+    ) -> None:
         manifest, place, batch = cache.manifest, cache.place, cache.batch
         self._session, self._cache, self._binding = session, cache, session.io_binding()
         cache.bind(self._binding)

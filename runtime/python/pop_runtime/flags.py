@@ -115,13 +115,23 @@ def check_flags(arguments: argparse.Namespace) -> None:
         raise UsageError("--raw: expected a prompt of text, found --ids; leave one out")
     if arguments.chat and arguments.raw:
         raise UsageError("--chat: expected messages for the chat template, found --raw; leave one out")
-    for name in ("sink_tokens", "boundary_tokens"):
-        if arguments.prefill == "full" and getattr(arguments, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag}: expected --prefill pop, found full, which has no windows; leave one out")
+    check_windows_have_effect(arguments.sink_tokens, arguments.boundary_tokens, arguments.prefill == "pop")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(arguments, name) not in (None, False) and not arguments.json:
             raise UsageError(f"--{name.replace('_', '-')}: expected --json to show them in, found none; add it")
+
+
+def check_windows_have_effect(sink_tokens: int | None, boundary_tokens: int | None, has_pruned: bool) -> None:
+    """Refuse windows where no prompt is pruned: the same for every command that takes them.
+
+    Args:
+        sink_tokens: None: not given.
+        boundary_tokens: None: not given.
+        has_pruned: whether some prompt is read with `--prefill pop`.
+    """
+    for flag, given in (("--sink-tokens", sink_tokens), ("--boundary-tokens", boundary_tokens)):
+        if given is not None and not has_pruned:
+            raise UsageError(f"{flag}: expected --prefill pop, found full, which has no windows; leave one out")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:

@@ -51,7 +51,8 @@ def check_hidden_states(session: onnxruntime.InferenceSession | ChainedSession, 
         if link.hidden_in is not None:
             kinds, size = (tuple(ORT_TYPES.values()), None) if made is None else ((made.type,), made.shape[2])
             inputs = {value.name: value for value in link.session.get_inputs()}
-            _check_value(inputs, link.hidden_in, kinds, (None, None, size), place)
+            source = "the segment before" if made is not None else "manifest.json"
+            _check_value(inputs, link.hidden_in, kinds, (None, None, size), place, source)
             if made is None:
                 raise ModelError(
                     f"{place}, {link.hidden_in}: expected hidden states of the segment before, found none; "
@@ -75,6 +76,7 @@ def _check_value(
     kinds: tuple[str, ...],
     shape: tuple[int | None, ...],
     place: str,
+    source: str = "manifest.json",
 ) -> None:
     """Check one graph input or output; None in `shape` is any size, and a size the graph leaves open is accepted."""
     if name not in values:
@@ -82,12 +84,12 @@ def _check_value(
     value = values[name]
     if value.type not in kinds:
         expected = " or ".join(kinds)
-        raise ModelError(f"{place}, {name}: expected {expected} (manifest.json), found {value.type}; re-run pop-export")
+        raise ModelError(f"{place}, {name}: expected {expected} ({source}), found {value.type}; re-run pop-export")
     agrees = len(value.shape) == len(shape) and all(
         wanted is None or not isinstance(found, int) or found == wanted
         for wanted, found in zip(shape, value.shape, strict=True)
     )
     if not agrees:
         raise ModelError(
-            f"{place}, {name}: expected shape {list(shape)} (manifest.json), found {value.shape}; re-run pop-export"
+            f"{place}, {name}: expected shape {list(shape)} ({source}), found {value.shape}; re-run pop-export"
         )

@@ -137,6 +137,7 @@ class BoundGraph:
             self._bind_logits()
         self._step: FixedStep | None = None
         if fixed_steps:
+            assert not isinstance(session, ChainedSession)  # a provider that records runs has whole graphs
             self._step = FixedStep(session, cache, (_STORAGE[self._logits_kind], _ONNX_TYPES[self._logits_kind]))
 
     @property

@@ -48,7 +48,7 @@ def load(
         ep: execution provider, a key of `providers.PROVIDERS`.
         device: number of its device.
         engine: run what `pop-compile` made for this provider on this machine; the TensorRT providers always do.
-        cuda_graphs: on provider "cuda", record a decode step once for each sequence and replay it.
+        cuda_graphs: on provider "cuda", record a decode step once for each cache and replay it.
 
     Raises:
         UsageError: fewer than one thread, an unknown provider, one that does not take the bundle's dialect or
@@ -154,9 +154,8 @@ class Model:
         check_options(options)
         if isinstance(prompts, str | Mapping) or len(prompts) == 0:
             raise UsageError(f"prompts: expected a list of at least one prompt, found {prompts!r}")
-        options["seed"] = make_request(
-            self.defaults, options, []
-        ).sampling.seed  # refuses options; one seed if it draws
+        checked = make_request(self.defaults, options, [])  # refuses options before any prompt
+        options["seed"] = checked.sampling.seed  # the same for all rows, if it was drawn
         requests = []
         for row, prompt in enumerate(prompts):
             try:

@@ -52,7 +52,8 @@ class Provider:
     options: OptionsOf
     cpu_operators: frozenset[str] = frozenset()  # operators that may run on the CPU beside it
     plugin: str | None = None  # Python module of a provider that comes as a package of its own
-    records_runs: str | None = None  # option of a session whose runs ONNX Runtime records and replays (CUDA graphs)
+    # option of a session whose runs ONNX Runtime records and replays (CUDA graphs); not beside `runs_segments`
+    records_runs: str | None = None
 
 
 def _no_options(device: int, precision: str | None, profiles: dict[str, Profile]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def settings_in_force(
         top_k=int(merged.get("top_k", 0)),
         top_p=float(merged.get("top_p", 1.0)),
         repetition_penalty=float(merged.get("repetition_penalty", 1.0)),
-        seed=seed,
+        seed=int(seed),
         min_p=float(merged.get("min_p", 0.0)),
     )
 
@@ -199,7 +200,7 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 def _check(name: str, value: Any, place: str, error: type[PopError]) -> None:
     """Raise `error` unless a sampling value is a finite number in its range."""
-    number = isinstance(value, int if name in ("top_k", "seed") else (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, Integral if name in ("top_k", "seed") else Real) and not isinstance(value, bool)
     finite = number and abs(value) <= sys.float_info.max  # no NaN, and no integer too large for a float
     expected, holds = {
         "temperature": ("a number of at least 0", finite and value >= 0),

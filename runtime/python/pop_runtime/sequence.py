@@ -234,7 +234,7 @@ def checked_ids(ids: Iterable[int], manifest: Manifest) -> list[int]:
 
 def check_least(name: str, value: object, least: int, why: str = "") -> None:
     """Raise UsageError unless a value is a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise UsageError(f"{name}: expected a whole number, found {value!r}; change it or leave it out")
     if value < least:
         raise UsageError(f"{name}: expected at least {least}{why}, found {value}; raise it")
@@ -254,7 +254,7 @@ def windows_in_force(
         own.boundary_tokens if boundary_tokens is None else boundary_tokens,
     )
     check_windows(windows, manifest, prefill)
-    return windows
+    return Windows(int(windows.sink_tokens), int(windows.boundary_tokens))
 
 
 def check_windows(windows: Windows, manifest: Manifest, prefill: str = "pop") -> None:

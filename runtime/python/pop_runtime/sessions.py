@@ -242,8 +242,10 @@ def open_session(
     except BackendError:
         raise
     except Exception as error:  # ONNX Runtime's errors share no base but Exception
-        expected = "a graph that ONNX Runtime loads" if not records else "a graph whose runs CUDA can record"
-        raise backend_error(path.name, expected, error, "leave out --cuda-graphs" if records else None) from error
+        expected = "a graph that ONNX Runtime loads"
+        if records:
+            expected += " and whose runs CUDA can record (without --cuda-graphs they need not be)"
+        raise backend_error(path.name, expected, error) from error
 
 
 def session_options(threads: int, entries: Mapping[str, str]) -> onnxruntime.SessionOptions:
@@ -278,7 +280,9 @@ def _share_memory_pool() -> None:
         )
 
 
-def backend_error(place: str, expected: str, error: Exception, next_step: str | None = None) -> BackendError:
+def backend_error(place: str, expected: str, error: Exception) -> BackendError:
     """Return an error of ONNX Runtime as one line."""
-    next_step = next_step or f"re-run pop-export, or change onnxruntime {onnxruntime.__version__}"
-    return BackendError(f"{place}: expected {expected}, found {' '.join(str(error).split())}; {next_step}")
+    return BackendError(
+        f"{place}: expected {expected}, found {' '.join(str(error).split())}; "
+        f"re-run pop-export, or change onnxruntime {onnxruntime.__version__}"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from pop_runtime.errors import ModelError
 
+_RUN = secrets.token_hex(4)
 FULL_BYTES = 1 << 20  # a disk with less room is taken for full
 
 
@@ -31,7 +33,7 @@ def staged_folder(target: Path, what: str) -> Iterator[Path]:
     try:
         with scratch_folder(target) as staging:
             yield staging
-            _replace(target.resolve(), staging)
+            _replace(_real(target), staging)
     except OSError as error:
         reason = "the disk is full" if _is_full(error, target) else error.strerror or str(error)
         raise ModelError(
@@ -49,16 +51,18 @@ def scratch_folder(target: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    target = target.resolve()
+    target = _real(target)
     made = [folder for folder in target.parents if not folder.exists()]
     staging = _sibling(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         staging.mkdir()
-        yield staging
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
         for folder in made:
             with suppress(OSError):  # not empty, or never made
                 folder.rmdir()
@@ -66,7 +70,12 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 
 def existing_parent(target: Path) -> Path:
     """Return the nearest folder around `target`, links followed, that is there: its disk is the one written to."""
-    return next(folder for folder in target.resolve().parents if folder.is_dir())
+    return next(folder for folder in _real(target).parents if folder.is_dir())
+
+
+def _real(target: Path) -> Path:
+    """Return the path with links followed, a loop of them as far as it goes."""
+    return Path(os.path.realpath(target))
 
 
 def _is_full(error: OSError, target: Path) -> bool:
@@ -77,8 +86,11 @@ def _is_full(error: OSError, target: Path) -> bool:
 
 
 def _sibling(target: Path, what: str) -> Path:
-    """Return the hidden name of a folder of this run; all are of one length, so that if one fits the others do."""
-    return target.parent / f".{target.name}.partial-{what}-{os.getpid()}"
+    """Return the hidden name of a folder of this run; all are of one length, so that if one fits the others do.
+
+    The process alone does not tell runs apart: in containers that share a disk all may be process 1.
+    """
+    return target.parent / f".{target.name}.partial-{what}-{_RUN}-{os.getpid()}"
 
 
 def _remove_leftovers(target: Path) -> None:
@@ -100,4 +112,4 @@ def _replace(target: Path, staging: Path) -> None:
     except BaseException:
         old.rename(target)
         raise
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # the new one has its name: what stays is removed by the next run

@@ -88,8 +88,7 @@ class BundleEngine:
         else:
             self._model = _decode_alone(folder, threads, Target(ep, device, cuda_graphs), compiled)
         self.nodes_by_provider = self._model.sessions.nodes_by_provider
-        # whether a fit covers them is for each prompt to say: prefill "full" takes any
-        self._windows = windows_in_force(self._model.manifest, sink_tokens, boundary_tokens, "full")
+        self._windows = windows_in_force(self._model.manifest, sink_tokens, boundary_tokens)
 
     def run(self, prompt: Sequence[int], num_new: int, prefill: str, tick: Callable[[], None]) -> Sequence[int]:
         """Answer a prompt; see `Engine`."""

@@ -17,7 +17,8 @@ from pop_runtime.bench.engines import Run
 from pop_runtime.bench.peers import PEERS
 from pop_runtime.bench.processes import Worker
 from pop_runtime.bench.rounds import Line, Sample, figures_of, pairs_of, prompt_of, ratios_to_peers, run_rounds
-from pop_runtime.errors import ModelError, UsageError
+from pop_runtime.errors import UsageError
+from pop_runtime.flags import check_windows_have_effect
 from pop_runtime.manifest import Manifest, Windows, read_manifest
 from pop_runtime.open_provider import require_provider
 from pop_runtime.prompt_work import PromptWork, speedup_limit
@@ -57,7 +58,10 @@ class Settings:
         require_provider(self.target)
         for kind in self.prefills:
             check_prefill(kind)
+        check_windows_have_effect(self.sink_tokens, self.boundary_tokens, has_pruned="pop" in self.prefills)
         self.windows(manifest)
+        if self.low_memory and (self.compiled or self.target.provider.needs_engine):
+            raise UsageError("--low-memory: expected no engine, found one, which runs as it was built; leave it out")
         counts = {"--new-tokens": self.num_new, "--repeat": self.num_rounds, "--threads": self.threads}
         for flag, count in (*counts.items(), *(("--prompt-lengths", length) for length in self.prompt_lengths)):
             if count is not None and count < 1:
@@ -79,8 +83,7 @@ class Settings:
 
     def windows(self, manifest: Manifest) -> Windows:
         """Return the windows of every turn; raise UsageError for any that the bundle cannot have."""
-        prefill = "pop" if "pop" in self.prefills else "full"
-        return windows_in_force(manifest, self.sink_tokens, self.boundary_tokens, prefill)
+        return windows_in_force(manifest, self.sink_tokens, self.boundary_tokens)
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Sample]]:
@@ -92,12 +95,12 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
 
     Raises:
         UsageError: a setting that cannot be measured.
-        ModelError: the folder is no bundle, or its report.json does not fit.
+        ModelError: the folder is no bundle.
         BackendError: an engine does not run.
     """
     manifest = read_manifest(settings.folder)
     settings.check(manifest)
-    limit = _limit(settings.folder, settings.windows(manifest))
+    limit = _limit(settings.folder, settings.windows(manifest), say)
     threads = settings.threads or visible_cores()
     prompts = [prompt_of(length, manifest.vocab_size) for length in settings.prompt_lengths]
     peers = labelled(settings.peers)
@@ -194,12 +197,10 @@ def _lines(
 
 
 def _bundle_spec(settings: Settings, threads: int, graphs: str = "both") -> dict[str, Any]:
-    has_windows = "pop" in settings.prefills  # without: memory is read under the bundle's own
     return {
         "engine": "bundle", "path": str(settings.folder), "threads": threads, "low_memory": settings.low_memory,
         "clock": settings.clock, "graphs": graphs, "compiled": settings.compiled, **dataclasses.asdict(settings.target),
-        "sink_tokens": settings.sink_tokens if has_windows else None,
-        "boundary_tokens": settings.boundary_tokens if has_windows else None,
+        "sink_tokens": settings.sink_tokens, "boundary_tokens": settings.boundary_tokens,
     }  # fmt: skip
 
 
@@ -246,8 +247,11 @@ def _line(kind: str) -> Line:
     return Line(f"pop-export, {kind} prefill", OURS, kind)
 
 
-def _limit(folder: Path, windows: Windows) -> Limit:
-    """Return the cost model of the bundle's report.json under some windows; a bundle without one has no limit."""
+def _limit(folder: Path, windows: Windows, say: Callable[[str], None]) -> Limit:
+    """Return the cost model of the bundle's report.json under some windows; a bundle without one has no limit.
+
+    One that does not fit is said and counts as none: the times are worth having without it.
+    """
     path = folder / "report.json"
     try:
         work = json.loads(path.read_text(encoding="utf-8")).get("work") if path.is_file() else None
@@ -255,8 +259,9 @@ def _limit(folder: Path, windows: Windows) -> Limit:
             return lambda num_tokens: None
         full, pruned = (PromptWork(**{key: float(work[kind][key]) for key in _COUNTS}) for kind in ("full", "pruned"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{path}: expected the work of both prefills as pop-export counts it, found {type(error).__name__}: "
-            f"{error}; re-run pop-export, or remove the file to measure without a limit"
-        ) from error
+        say(
+            f"no limit: {path}: expected the work of both prefills as pop-export counts it, found "
+            f"{type(error).__name__}: {error}"
+        )
+        return lambda num_tokens: None
     return lambda num_tokens: speedup_limit(full, pruned, windows.sink_tokens + windows.boundary_tokens, num_tokens)
