@@ -36,7 +36,7 @@ def _error_after_first_layer(model: Any, matrices: Mapping[str, QuantizedMatrix]
     calls = stack.calls(ids)
     whole = stack.run(calls, 0, calls.entered)
     with stored_weights(model, matrices):
-        return float((stack.run(calls, 0, calls.entered) - whole).square().mean())
+        return float((stack.run(calls, 0, calls.entered) - whole).detach().square().mean())
 
 
 def test_every_linear_weight_of_the_layers_is_quantised_and_the_model_is_unchanged(llama):
