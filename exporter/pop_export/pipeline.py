@@ -198,8 +198,8 @@ def _check_measuring(config: ExportConfig, aside: MeasuringText) -> None:
         return
     windows = config.windows
     found = (
-        f"expected some of the {aside.protocol.context_tokens} tokens between sink and boundary in the prompts that "
-        f"damage is measured on, found windows of {windows.sink_tokens} + {windows.boundary_tokens}"
+        f"--sink-tokens {windows.sink_tokens} --boundary-tokens {windows.boundary_tokens}: expected some of the "
+        f"{aside.protocol.context_tokens} tokens of the prompts that damage is measured on between them, found none"
     )
     if config.searches or config.max_kl is not None:
         raise UsageError(
@@ -211,13 +211,12 @@ def _check_measuring(config: ExportConfig, aside: MeasuringText) -> None:
 
 def _measured(lab: PlanLab, choice: Choice, fitted: PrefillFit, shows_damage: bool) -> dict[str, Any]:
     """Return what report.json says of the damage that the plan does, None where it cannot be seen, and of its work."""
-    damage = lab.meter.measure(fitted.plan)
-    predicted = lab.predicted_speedup(fitted.plan)
-    quality = quality_summary(lab.settings.protocol, damage, choice.curve, predicted, len(choice.order))
     full, pruned = prompt_work(lab.costs, fitted.plan.skipped_layers, fitted.plan.surrogates)
     work = {"full": dataclasses.asdict(full), "pruned": dataclasses.asdict(pruned)}
     if not shows_damage:
         return {"quality": None, "ablation": None, "work": work}
+    damage, predicted = lab.meter.measure(fitted.plan), lab.predicted_speedup(fitted.plan)
+    quality = quality_summary(lab.settings.protocol, damage, choice.curve, predicted, len(choice.order))
     return {"quality": quality, "ablation": ablation_summary(lab, fitted, damage["all"]), "work": work}
 
 

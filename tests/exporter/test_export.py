@@ -250,14 +250,17 @@ def test_code_that_cannot_be_traced_is_found_before_anything_is_measured(quick_e
 def test_where_damage_decides_windows_that_hide_it_are_refused_before_any_work(quick_export, monkeypatch, settings):
     monkeypatch.setattr(pipeline, "build_decode_graph", lambda *_: pytest.fail("built first"))
     with pytest.raises(
-        UsageError, match=r"expected some of the \d+ tokens between sink .* found windows of 4 \+ \d+; "
+        UsageError, match=r"--boundary-tokens \d+: expected some of the \d+ tokens .* found none; lower"
     ):
         quick_export(**{"boundary_tokens": 400, **settings})
 
 
 def test_where_layers_are_named_it_is_said_that_no_damage_was_measured(quick_export, capsys):
     bundle = quick_export(prune_layers="1,3", boundary_tokens=400)
-    assert "note: damage is not measured: expected some of the" in capsys.readouterr().err
+    assert (
+        "note: damage is not measured: --sink-tokens 4 --boundary-tokens 400: expected some of the"
+        in capsys.readouterr().err
+    )
     assert bundle.report["quality"] is None and bundle.report["ablation"] is None
     assert bundle.report["refit"]["tuning"] is None
     assert "damage was not measured" in summary(bundle.folder, bundle.report)
