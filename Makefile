@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 	$(BIN)/pop-run $(DEMO) --prompt "Explain in two sentences why the sky is blue." --stats
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 check: lint types test
 
