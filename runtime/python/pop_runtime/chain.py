@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pop_runtime.device_buffer import Buffer, address, zeros
+from pop_runtime.device_buffer import Buffer, where, zeros
 from pop_runtime.providers import HOST, Place
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class BoundLink:
 
     def _where(self, hidden: Buffer, value: onnxruntime.NodeArg) -> tuple[str, int, int, list[int], int]:
         """Return where hidden states lie, as a binding is told."""
-        return self.place.memory, self.place.device, ONNX_TYPES[value.type], list(hidden.shape), address(hidden)
+        return where(hidden, ONNX_TYPES[value.type], self.place)
 
 
 class ChainedBinding:

@@ -65,6 +65,17 @@ def address(buffer: Buffer) -> int:
     return buffer.pointer if isinstance(buffer, DeviceBuffer) else int(buffer.ctypes.data)
 
 
+def where(buffer: Buffer, onnx_type: int, place: Place) -> tuple[str, int, int, list[int], int]:
+    """Return what `IOBinding.bind_input` and `bind_output` want after the name; the caller keeps the buffer alive.
+
+    Args:
+        buffer: without gaps.
+        onnx_type: of its numbers, a TensorProto.DataType.
+        place: where it lies.
+    """
+    return place.memory, place.device, onnx_type, list(buffer.shape), address(buffer)
+
+
 def write(buffer: Buffer, values: np.ndarray) -> None:
     """Put values of the buffer's shape and type into it; it stays where it is."""
     if isinstance(buffer, DeviceBuffer):

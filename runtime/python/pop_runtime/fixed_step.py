@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pop_runtime.device_buffer import Buffer, address, read, write, zeros
+from pop_runtime.device_buffer import read, where, write, zeros
 from pop_runtime.open_provider import onnxruntime
 
 if TYPE_CHECKING:
@@ -44,13 +44,9 @@ class FixedStep:
         self._ids = zeros((batch, 1), np.int64, place)
         self._mask = zeros((batch, cache.capacity), np.int64, place)
         self._logits = zeros((batch, 1, manifest.vocab_size), logits[0], place)
-
-        def where(buffer: Buffer, onnx_type: int) -> tuple[str, int, int, list[int], int]:
-            return place.memory, place.device, onnx_type, list(buffer.shape), address(buffer)
-
-        self._binding.bind_input(manifest.input_ids, *where(self._ids, INT64))
-        self._binding.bind_input(manifest.attention_mask, *where(self._mask, INT64))
-        self._binding.bind_output(manifest.logits, *where(self._logits, logits[1]))
+        self._binding.bind_input(manifest.input_ids, *where(self._ids, INT64, place))
+        self._binding.bind_input(manifest.attention_mask, *where(self._mask, INT64, place))
+        self._binding.bind_output(manifest.logits, *where(self._logits, logits[1], place))
         self._options = onnxruntime.RunOptions()
         self._options.add_run_config_entry(RECORDING, str(next(_numbers)))
 

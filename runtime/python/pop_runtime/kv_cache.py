@@ -10,7 +10,7 @@ import numpy as np
 
 from pop_runtime.cancel import Cancellation, Cancelled
 from pop_runtime.chain import BoundLink, ChainedBinding, ChainedSession
-from pop_runtime.device_buffer import Buffer, address, copy_positions, zeros
+from pop_runtime.device_buffer import Buffer, copy_positions, where, zeros
 from pop_runtime.errors import BackendError
 from pop_runtime.fixed_step import FixedStep
 from pop_runtime.graph_check import ORT_TYPES
@@ -56,11 +56,11 @@ class KvCache:
 
     def bind(self, binding: onnxruntime.IOBinding | ChainedBinding) -> None:
         """Bind every buffer as past and as present; it has to outlive the binding."""
-        onnx_type, place = _ONNX_TYPES[self.manifest.kv_dtype], self.place
+        onnx_type = _ONNX_TYPES[self.manifest.kv_dtype]
         for past_name, present_name, buffer in self._named():
-            where = (place.memory, place.device, onnx_type, list(buffer.shape), address(buffer))
-            binding.bind_input(past_name, *where)
-            binding.bind_output(present_name, *where)
+            bound = where(buffer, onnx_type, self.place)
+            binding.bind_input(past_name, *bound)
+            binding.bind_output(present_name, *bound)
 
     def _named(self) -> Iterator[tuple[str, str, Buffer]]:
         """Yield for each buffer its past name, its present name and itself."""
