@@ -95,7 +95,7 @@ def test_a_corpus_of_the_users_takes_the_place_of_the_default_one(checkpoint, tm
 
 
 def test_damage_is_measured_on_windows_kept_aside_by_source(checkpoint):
-    corpus = fitting_text(config(), checkpoint).corpus
+    corpus = fitting.fitting_corpus(config(), checkpoint)
     found = measuring_text(corpus, Windows(2, 3))
     assert found.protocol == Protocol(48, 16, Windows(2, 3))
     assert sorted(map(len, found.by_source.values())) == [4, 4]

@@ -22,8 +22,7 @@ class FittingText:
     """Windows of token ids to fit on, and others to judge the fits by."""
 
     fitting: tuple[np.ndarray, ...]
-    judging: tuple[np.ndarray, ...]
-    corpus: Samples  # its `held_out` is part of `judging`: plans are measured on that alone
+    judging: tuple[np.ndarray, ...]  # what was kept aside of the corpus among them: plans are measured on that alone
     description: str
 
 
@@ -66,6 +65,5 @@ def fitting_text(config: ExportConfig, checkpoint: Checkpoint, corpus: Samples) 
     return FittingText(
         fitting=(*corpus.ids, *own[aside:]),
         judging=(*corpus.held_out, *own[:aside]),
-        corpus=corpus,
         description=corpus.description + written,
     )
