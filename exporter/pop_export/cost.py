@@ -92,7 +92,7 @@ def predicted_speedup(
         num_tokens: prompt length.
     """
     full, pruned = prompt_work(costs, skipped, surrogates)
-    return speedup_limit(full, pruned, windows.sink_tokens + windows.boundary_tokens, num_tokens)
+    return speedup_limit(full, pruned, windows, num_tokens)
 
 
 def _num_features(module: nn.Module) -> int:

@@ -306,10 +306,12 @@ def test_prompts_are_the_same_every_time_and_within_the_vocabulary():
 
 def test_the_limit_counts_work_and_windows():
     full, pruned = PromptWork(100.0, 1.0), PromptWork(50.0, 0.5)
-    assert speedup_limit(full, pruned, 0, 100) == pytest.approx(2)
-    assert speedup_limit(full, pruned, 10, 10) == pytest.approx(1)
-    # 200 per token in full, 100 pruned: 100 tokens, 20 of them in full
-    assert speedup_limit(full, pruned, 20, 100) == pytest.approx(200 * 100 / (200 * 20 + 100 * 80))
+    assert speedup_limit(full, pruned, Windows(0, 1), 10_000_000) == pytest.approx(2)
+    assert speedup_limit(full, pruned, Windows(4, 6), 10) == pytest.approx(1)
+    # 4 tokens, the first and the last at full depth; they attend to 1, 2, 3 and 4 tokens
+    in_full = 4 * 100 + (1 + 2 + 3 + 4)
+    as_a_turn = (100 + 1) + (2 * 50 + (2 + 3) * 0.5) + (100 + 4)
+    assert speedup_limit(full, pruned, Windows(1, 1), 4) == pytest.approx(in_full / as_a_turn)
 
 
 def test_the_limit_is_read_from_the_report_of_the_bundle(tmp_path, bundle):

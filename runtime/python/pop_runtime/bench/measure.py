@@ -264,4 +264,4 @@ def _limit(folder: Path, windows: Windows, say: Callable[[str], None]) -> Limit:
             f"{type(error).__name__}: {error}"
         )
         return lambda num_tokens: None
-    return lambda num_tokens: speedup_limit(full, pruned, windows.sink_tokens + windows.boundary_tokens, num_tokens)
+    return lambda num_tokens: speedup_limit(full, pruned, windows, num_tokens)
