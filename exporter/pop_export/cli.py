@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Precision, Quantizer
 from pop_export.extras import imports_for
-from pop_runtime.errors import PopError
+from pop_runtime.command import run_command
 from pop_runtime.version import add_version_flag
 
 EXAMPLES = """\
@@ -143,20 +143,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = arguments.pop("json")
     logging.basicConfig(level=logging.WARNING, format="pop-export: warning: %(message)s")
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
+
+    def work() -> None:
         config = ExportConfig(**{**arguments, "calibration_data": tuple(arguments["calibration_data"])})
         with imports_for("exporting"):
             from pop_export.pipeline import export  # torch takes seconds to import: not for --help or a typing error
 
         bundle = export(config)
-    except PopError as error:
-        print(f"pop-export: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("pop-export: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(json.dumps(bundle.report) if as_json else summary(bundle.folder, bundle.report))
-    return 0
+        print(json.dumps(bundle.report) if as_json else summary(bundle.folder, bundle.report))
+
+    return run_command("pop-export", work, "interrupted; nothing was written")
 
 
 def _interrupt(*_: Any) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pop_export.cli import add_checkpoint_flags
 from pop_export.extras import imports_for
-from pop_runtime.errors import PopError, UsageError
+from pop_runtime.command import run_command
+from pop_runtime.errors import UsageError
 from pop_runtime.flags import add_target_flags, check_windows_have_effect
 from pop_runtime.version import add_version_flag
 
@@ -76,14 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="pop-eval: warning: %(message)s")
-    try:
-        print(_run(arguments))
-    except PopError as error:
-        print(f"pop-eval: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command("pop-eval", lambda: print(_run(arguments)))
 
 
 def _run(arguments: argparse.Namespace) -> str:

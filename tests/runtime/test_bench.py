@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -177,6 +178,43 @@ def test_a_file_that_cannot_be_written_in_the_end_costs_no_figures(bundle, capsy
     assert "pop-export, full prefill" in out and "1 threads, 2 rounds" in out
     assert "samples.csv: expected a file that can be written, found: No space left on device" in err.splitlines()[-1]
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept.png": "of an earlier run"}
+
+
+def test_a_stdout_that_cannot_be_written_costs_no_files(bundle, tmp_path):
+    command = [sys.executable, "-m", "pop_runtime.bench.cli", str(bundle), *SMALL, "--csv", str(tmp_path / "s.csv")]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "pop-bench: error: stdout: cannot write: No space left on device"
+    assert len((tmp_path / "s.csv").read_text().splitlines()) == 1 + 2 * 2 * 2
+
+
+def test_an_altered_bundle_is_not_measured(bundle, capsys, tmp_path):
+    folder = shutil.copytree(bundle, tmp_path / "bundle")
+    content = bytearray((folder / "weights.bin").read_bytes())
+    content[-1] ^= 1
+    (folder / "weights.bin").write_bytes(content)
+    assert main([str(folder), *SMALL]) == 3
+    assert "weights.bin: expected sha256" in capsys.readouterr().err
+
+
+def test_times_are_shown_where_the_system_does_not_say_the_memory(bundle):
+    report, _ = measure(Settings(bundle, prompt_lengths=(8,), num_new=2, num_rounds=1, threads=1), lambda text: None)
+    for memory in (report["memory"]["one_graph"], report["memory"]["both_graphs"], *report["engines"].values()):
+        memory.update(proportional_bytes=None, peak_bytes=None)
+    report["memory"]["both_over_one"] = None
+    assert "memory: both graphs not known on this system, the decode graph alone not known" in table(report)
+
+
+def test_a_worker_that_died_while_it_waited_is_named(tmp_path, bundle):
+    spec = {"engine": "bundle", "path": str(bundle), "threads": 1, "low_memory": False, "graphs": "both",
+            "ep": "cpu", "device": 0, "compiled": False, "clock": "wall", "sink_tokens": None,
+            "boundary_tokens": None, "cuda_graphs": False}  # fmt: skip
+    worker = Worker(spec)
+    worker._process.kill()
+    worker._process.wait()
+    with pytest.raises(BackendError, match=r"bundle \(.*\): expected an engine that runs, found: .*exit status -9"):
+        worker.ask()
 
 
 @pytest.mark.parametrize(

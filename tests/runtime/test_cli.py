@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -270,6 +272,27 @@ def test_an_interrupt_leaves_the_json_of_the_turns_that_were_answered(
     assert len(json.loads(capsys.readouterr().out)["turns"]) == 1
 
 
+@pytest.mark.parametrize("refused", [b"x" * 90, b"\xff"])
+def test_a_refused_line_of_a_pipe_leaves_the_json_of_the_turns_before(
+    chat_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, refused: bytes
+) -> None:
+    _stdin(monkeypatch, b"a\n" + refused + b"\nb\n")
+    assert main([str(chat_bundle), "--chat", "--json", "--max-new-tokens", "2", "--ignore-eos", "--threads", "1"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["turns"]) == 1
+
+
+def test_the_prompt_for_a_line_is_not_among_the_answers(chat_bundle: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pop_runtime", str(chat_bundle), "--chat", "--json", "--max-new-tokens", "2"]
+    terminal, typed = pty.openpty()
+    os.write(terminal, b"a\n/exit\n")
+    with (tmp_path / "turns.json").open("wb") as stdout:
+        done = subprocess.run(command, stdin=typed, stdout=stdout, stderr=subprocess.PIPE, check=True)
+    os.close(terminal)
+    os.close(typed)
+    assert len(json.loads((tmp_path / "turns.json").read_text())["turns"]) == 1
+    assert done.stderr.endswith(b"> > ")
+
+
 def test_what_has_no_effect_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_bundle(tmp_path, text_files={"generation_config.json": '{"num_beams": 4}'})
     assert main([str(folder), "--ids", "5", "--json", "--top-k", "3", "--max-new-tokens", "1"]) == 0
@@ -315,6 +338,8 @@ def test_a_system_message_stands_before_the_prompt(
         (["--prompt", "hi"], "expected a tokenizer for a text prompt, found none"),
         (["--ids", "5", "--json", "--temperature", "-1"], "temperature: expected"),
         (["--ids", "5", "--json", "--threads", "0"], "threads: expected at least 1"),
+        (["--ids", "5", "--json", "--threads", "99999999999"], "threads: expected at most 2147483647"),
+        (["--ids", "5", "--logprobs", "0"], "--logprobs: expected --json"),
         (["--ids", "5", "--json", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
         (["--ids", "5", "--system", "x"], "--system: expected a prompt for the chat template"),
         (["--ids", "5", "--raw"], "--raw: expected a prompt of text, found --ids; leave one out"),
@@ -488,6 +513,23 @@ def test_an_interrupt_leaves_the_json_of_what_was_written(
     result = json.loads(captured.out)
     assert (result["stop_reason"], result["num_new_tokens"], len(result["new_token_ids"])) == ("cancelled", 2, 2)
     assert "stopped by cancelled" in captured.err
+
+
+@pytest.mark.parametrize("flags", [["--prompt", "hi"], ["--prompt", "hi", "--json"]])
+def test_an_answer_that_cannot_be_written_is_one_line(chat_bundle: Path, flags: list[str]) -> None:
+    command = [sys.executable, "-m", "pop_runtime", str(chat_bundle), *flags, "--max-new-tokens", "2"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"pop-run: error: stdout: cannot write: No space left on device\n")
+
+
+@pytest.mark.parametrize("flags", [[], ["--chat"]])
+def test_a_stdin_that_cannot_be_read_is_a_usage_error(chat_bundle: Path, flags: list[str]) -> None:
+    command = [sys.executable, "-m", "pop_runtime", str(chat_bundle), *flags]
+    with Path(os.devnull).open("wb") as unreadable:
+        done = subprocess.run(command, stdin=unreadable, capture_output=True, check=False)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+    assert b"stdin: expected" in done.stderr and b"Bad file descriptor" in done.stderr
 
 
 def test_a_closed_pipe_ends_quietly(endless_bundle: Path) -> None:

@@ -245,6 +245,25 @@ def test_a_damaged_record_is_refused(compiled: Path, content: str) -> None:
         pop_runtime.load(compiled, engine=True)
 
 
+def test_an_unreadable_record_does_not_hide_the_engine_that_fits(compiled: Path) -> None:
+    (folder,) = _engine_folders(compiled)
+    for name, edit in (("newer", {"record_version": 2}), ("other", {"facts": {}}), ("empty", None)):
+        beside = folder.with_name(f"cpu-{name}")
+        beside.mkdir()
+        if edit is not None:
+            record = json.loads((folder / "engine.json").read_text()) | edit
+            (beside / "engine.json").write_text(json.dumps(record))
+    assert _tokens(compiled, engine=True) == _tokens(compiled)
+
+
+def test_a_newer_record_alone_asks_for_a_newer_package(compiled: Path) -> None:
+    (folder,) = _engine_folders(compiled)
+    record = json.loads((folder / "engine.json").read_text())
+    (folder / "engine.json").write_text(json.dumps(record | {"record_version": 2}))
+    with pytest.raises(ModelError, match="record_version: expected at most 1, found 2; update the pop-export package"):
+        pop_runtime.load(compiled, engine=True)
+
+
 def test_facts_that_do_not_give_the_folder_s_key_are_refused(compiled: Path) -> None:
     (folder,) = _engine_folders(compiled)
     _edit_record(folder, driver="1.0")

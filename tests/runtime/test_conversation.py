@@ -336,6 +336,20 @@ def test_undo_takes_back_what_is_pending_and_then_whole_turns(long_model: pop_ru
     assert conversation.token_ids == states[1][0]
 
 
+def test_undo_goes_back_turn_by_turn_though_the_template_forgets_the_oldest(tmp_path: Path) -> None:
+    model = _load(tmp_path, CHAT_TEMPLATE.replace("in messages", "in messages[-3:]"))
+    conversation = model.conversation()
+    for text in ("one", "two", "three"):
+        conversation.append(text)
+        list(conversation.generate(max_new_tokens=3, ignore_eos=True))
+    for num_turns in (2, 1, 0):
+        conversation.undo()
+        assert [message["content"] for message in conversation.messages if message["role"] == "user"] == [
+            "one", "two", "three",
+        ][:num_turns]  # fmt: skip
+    assert len(conversation) == 0
+
+
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, NEEDS_USER])
 def test_undo_leaves_the_system_messages_that_open_a_conversation(tmp_path: Path, template: str) -> None:
     # deleted with the first turn, the rest of the chat ran without them

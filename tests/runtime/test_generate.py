@@ -177,6 +177,37 @@ def test_an_unknown_prefill_is_refused_by_a_sequence_too(model: pop_runtime.Mode
         model.sequence(5).append([5], prefill="half")  # type: ignore[arg-type]
 
 
+def test_a_prefill_of_none_is_the_default(model: pop_runtime.Model) -> None:
+    assert model.generate([5, 6], prefill=None).request.prefill == "pop"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"abc"), [True, False], None, 5, [[5]]])
+def test_what_is_no_prompt_is_refused(model: pop_runtime.Model, prompt: Any) -> None:
+    for take in (model.generate, model.sequence(8).append, model.conversation().append):
+        with pytest.raises(UsageError, match="prompt"):
+            take(prompt)
+
+
+@pytest.mark.parametrize("value", ["5", 1.5, True, None])
+def test_a_size_that_is_no_whole_number_is_refused(model: pop_runtime.Model, value: Any) -> None:
+    with pytest.raises(UsageError, match="capacity: expected"):
+        model.sequence(value)
+    with pytest.raises(UsageError, match="rewind: expected"):
+        model.sequence(8).rewind(value)
+    with pytest.raises(UsageError, match="rewind: expected"):
+        model.conversation().rewind(value)
+    with pytest.raises(UsageError, match="--device: expected"):
+        pop_runtime.load(model.folder, device=value)
+    if value is not None:  # the visible cores
+        with pytest.raises(UsageError, match="threads: expected"):
+            pop_runtime.load(model.folder, threads=value)
+
+
+def test_a_batch_is_a_list(model: pop_runtime.Model) -> None:
+    with pytest.raises(UsageError, match="prompts: expected a list"):
+        model.generate_batch(iter([[5, 6]]))  # type: ignore[arg-type]
+
+
 def test_numpy_ids_are_ids(model: pop_runtime.Model) -> None:
     generation = model.generate(np.array(PROMPT[:5]), max_new_tokens=2)  # type: ignore[arg-type]
     assert generation.request.prompt_token_ids == tuple(PROMPT[:5])

@@ -174,6 +174,16 @@ def test_a_tiny_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
     assert sampler.choose(_logits()) == int(_logits().argmax())
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("penalty", "temperature"), [(1e-310, 1.0), (1e308, 1.0), (1.0, 1e-308), (1e-310, 1e-308)])
+@pytest.mark.filterwarnings("error")
+def test_extreme_settings_choose_a_token_of_the_vocabulary(penalty: float, temperature: float, do_sample: bool) -> None:
+    settings = SamplingSettings(do_sample=do_sample, temperature=temperature, repetition_penalty=penalty, seed=1)
+    sampler = Sampler(settings, 4, [0, 1])
+    for _ in range(20):
+        assert 0 <= sampler.choose(np.array([3.0, -2.0, 1.0, 0.5], np.float32)) < 4
+
+
 def test_one_seed_gives_one_series_and_other_seeds_others() -> None:
     def series(seed: int) -> list[int]:
         sampler = Sampler(SamplingSettings(True, temperature=2.0, seed=seed), 300, [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import sys
 
@@ -77,14 +76,6 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_beside_this_one_is_left_alone(tmp_path):
-    running = tmp_path / f".out.partial-new-{os.getppid()}"
-    running.mkdir()
-    with staged_folder(tmp_path / "out", "bundle"):
-        pass
-    assert running.is_dir()
-
-
 def test_a_full_disk_is_named_and_nothing_stays(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device", "weights.bin")
     message = r"weights\.bin: cannot write the bundle: the disk is full"
@@ -109,7 +100,7 @@ def test_a_folder_behind_a_link_is_staged_in_its_own_file_system(tmp_path):
 
 
 def test_a_name_that_can_be_staged_can_be_replaced_too(tmp_path):
-    name = "x" * (255 - len(f"..partial-new-{staging._RUN}-{os.getpid()}"))
+    name = "x" * (255 - len(f"..partial-new-{staging._RUN}"))
     with staged_folder(_folder(tmp_path / name), "bundle") as folder:
         (folder / "manifest.json").write_text("new")
     assert (tmp_path / name / "manifest.json").read_text() == "new"
@@ -117,8 +108,7 @@ def test_a_name_that_can_be_staged_can_be_replaced_too(tmp_path):
         pass
 
 
-def test_a_run_in_another_container_with_the_same_number_is_left_alone(tmp_path, monkeypatch):
-    """Or what such a run left: which of both it is cannot be told."""
+def test_a_run_beside_this_one_is_left_alone(tmp_path, monkeypatch):
     with staged_folder(tmp_path / "out", "bundle"):
         (other,) = tmp_path.iterdir()
         monkeypatch.setattr(staging, "_RUN", "00000000")

@@ -78,9 +78,13 @@ def _some_stop(free: list[pop_runtime.Token]) -> str:
     raise AssertionError(f"no stop string in {texts}")
 
 
-def _stopped(model: pop_runtime.Model, stop: Any, **options: Any) -> pop_runtime.Generation:
+def _start(model: pop_runtime.Model, stop: Any, **options: Any) -> pop_runtime.Generation:
     chosen: Any = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 2, "seed": 3, **options}
-    generation = model.generate("hi", raw=True, sequence=model.sequence(MAX_POSITIONS), stop=stop, **chosen)
+    return model.generate("hi", raw=True, sequence=model.sequence(MAX_POSITIONS), stop=stop, **chosen)
+
+
+def _stopped(model: pop_runtime.Model, stop: Any, **options: Any) -> pop_runtime.Generation:
+    generation = _start(model, stop, **options)
     list(generation)
     return generation
 
@@ -97,6 +101,33 @@ def test_an_answer_ends_before_the_stop_string(chat_model: pop_runtime.Model, fr
     assert chat_model.tokenizer is not None
     assert chat_model.tokenizer.decode(kept) == generation.text
     assert _stopped(chat_model, stop).text == generation.text  # one string need not be a list
+
+
+def test_an_answer_left_within_its_stop_string_keeps_no_token_that_reaches_into_it(
+    chat_model: pop_runtime.Model, free: list[pop_runtime.Token]
+) -> None:
+    texts = [token.text for token in free]
+    start = next(at for at in range(4, len(texts) - 3) if all(len(text) == 1 for text in texts[at : at + 3]))
+    generation = _start(chat_model, "".join(texts[start : start + 3]))
+    while len(generation.tokens) <= start:
+        next(generation)
+    generation.close()  # handed out: the token with which the stop string begins, without its text
+    assert (generation.stop_reason, generation.stop_string) == ("cancelled", None)
+    assert generation.sequence.token_ids[2:] == [token.id for token in free[:start]]
+
+
+def test_an_answer_left_within_a_character_keeps_no_part_of_it(chat_model: pop_runtime.Model) -> None:
+    generation = chat_model.generate("hi", sequence=chat_model.sequence(MAX_POSITIONS), raw=True, stop="never")
+    generation.sequence.append([1, 2])
+    first, last = (pop_runtime.Token(byte, text) for byte, text in ((0xC3, ""), (0xA9, "n")))  # "n" may begin "never"
+    generation._has_begun, generation._num_past = True, 0
+    for token in (first, last):
+        generation._answer.token_ids.append(token.id)
+        generation._settled.extend(generation._answer._stops.push(token))
+        generation.sequence.append([token.id])
+    assert next(generation) == first
+    generation.close()
+    assert generation.sequence.token_ids == [1, 2]
 
 
 def test_a_batch_stops_each_row_where_it_would_alone(

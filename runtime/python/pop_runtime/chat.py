@@ -24,6 +24,13 @@ Message = Mapping[str, Any]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+def is_messages(prompt: object) -> bool:
+    """Return whether a prompt is a list of messages, and not text or token ids."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
 class _GenerationTag(Extension):
     """Lets `{% generation %}...{% endgeneration %}`, which marks text for training, through as its content."""
 

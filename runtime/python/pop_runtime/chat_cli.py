@@ -38,7 +38,7 @@ def chat(
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"pop-run: {HELP}", file=sys.stderr)
-    for line in _lines(is_terminal):
+    for line in _lines(is_terminal, "> " if shows_text and sys.stdout is not None and sys.stdout.isatty() else ""):
         try:
             if line == "/undo":
                 conversation.undo()
@@ -77,15 +77,24 @@ def _answer(generation: Generation, shows_text: bool, is_terminal: bool) -> None
         print(flush=True)
 
 
-def _lines(is_terminal: bool) -> Iterator[str]:
-    """Yield the lines of stdin that are not blank, until it ends or says /exit."""
+def _lines(is_terminal: bool, prompt: str) -> Iterator[str]:
+    """Yield the lines of stdin that are not blank, until it ends or says /exit.
+
+    Args:
+        is_terminal: whether somebody types them.
+        prompt: is shown on stdout before each of them; empty where stdout takes nothing but answers: then on stderr.
+    """
     while True:
         try:
-            line = input("> ") if is_terminal else sys.stdin.buffer.readline().decode("utf-8")
+            if is_terminal and not prompt:
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = input(prompt) if is_terminal else sys.stdin.buffer.readline().decode("utf-8")
         except EOFError:
             return
         except UnicodeDecodeError as error:
             raise UsageError(f"stdin: expected UTF-8 text, found {error.reason} at byte {error.start}") from error
+        except OSError as error:
+            raise UsageError(f"stdin: expected lines of text for --chat, found {error.strerror}") from error
         if not is_terminal and not line:
             return
         line = line.strip()

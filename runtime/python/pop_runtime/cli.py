@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pop_runtime.errors import PopError, UsageError
+from pop_runtime.command import run_command
+from pop_runtime.errors import UsageError
 from pop_runtime.flags import check_flags, make_parser, options_of
 from pop_runtime.memory import memory_text
 
@@ -22,20 +21,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error a user can cause is one line on stderr."""
     arguments = make_parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
-    try:
-        _run(arguments)
-        print(end="", flush=True)  # nothing happens where stdout is closed
-    except PopError as error:
-        print(f"pop-run: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
-        return 141  # as a process that SIGPIPE ended
-    return 0
+    return run_command("pop-run", lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -94,16 +80,12 @@ def _chat(arguments: argparse.Namespace, model: Model) -> None:
 
     options = options_of(arguments)
     del options["raw"]
-    interrupt: KeyboardInterrupt | None = None
     try:
         chat(conversation, options, not arguments.json, answered)
-    except KeyboardInterrupt as caught:  # it does not take the turns that were answered
-        interrupt = caught
-    if arguments.json:
-        counts = {"num_tokens": len(conversation), "num_pruned_tokens": conversation.provenance.count("pruned")}
-        print(json.dumps({"turns": turns, **counts}), flush=True)
-    if interrupt is not None:
-        raise interrupt
+    finally:  # an interrupt or a refused line does not take the turns that were answered
+        if arguments.json:
+            counts = {"num_tokens": len(conversation), "num_pruned_tokens": conversation.provenance.count("pruned")}
+            print(json.dumps({"turns": turns, **counts}), flush=True)
 
 
 def _prompt(arguments: argparse.Namespace) -> Prompt:
@@ -127,6 +109,8 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin: expected UTF-8 text, found {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise UsageError(f"stdin: expected UTF-8 text, found {error.strerror}; give --prompt") from error
 
 
 def _notes(arguments: argparse.Namespace, model: Model, generation: Generation) -> list[str]:

@@ -7,11 +7,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from pop_runtime.chat import check_messages
+from pop_runtime.chat import check_messages, is_messages
 from pop_runtime.errors import UsageError
 from pop_runtime.generate import Generation
 from pop_runtime.kv_cache import PRUNED
 from pop_runtime.request import Options, check_options, check_room, make_request
+from pop_runtime.sequence import check_position
 from pop_runtime.transcript import Transcript, Turn
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ class Conversation:
         content: str | Items[Message] | Items[int] = [prompt] if isinstance(prompt, Mapping) else prompt
         if isinstance(content, str) and not raw and self._model.chat_template is not None:
             content = [{"role": "user", "content": content}]
-        is_messages = not isinstance(content, str) and len(content) > 0 and isinstance(content[0], Mapping)
-        if is_messages and not raw:
+        if is_messages(content) and not raw:
             self._append_messages(content)  # type: ignore[arg-type]
         else:
             self._append_plain(content, raw)
@@ -103,7 +103,8 @@ class Conversation:
     def generate(self, **options: Unpack[Options]) -> Generation:
         """Return an iterator over the next answer's tokens; refusals come now, work starts with the first `next`.
 
-        With nothing appended the answer goes on from the last token. An earlier iterator that was left is closed.
+        With nothing appended plain tokens go on from the last one, while among messages the template opens another
+        answer (after `rewind` into one, that one goes on). An earlier iterator that was left is closed.
 
         Args:
             options: see `pop_runtime.Options`, except `raw`.
@@ -144,8 +145,7 @@ class Conversation:
             UsageError: `position` is not within 0 and the length.
         """
         self._leave_generation()
-        if not 0 <= position <= len(self):
-            raise UsageError(f"rewind: expected a position of 0..{len(self)}, found {position}")
+        check_position(position, len(self))
         length = position if self._plain is not None else self._transcript.border(position)
         self._forget(length)
         self._stops = [stop for stop in self._stops if stop <= length]
@@ -166,9 +166,11 @@ class Conversation:
         if not self._plain and len(self._messages) <= max(len(self._stops), num_opening):  # nothing is pending
             if not self._marks:
                 raise UsageError("undo: expected at least one turn, found none")
-            mark = self._marks.pop()
-            self._forget(mark.num_tokens)
-            self._stops = [min(stop, mark.num_tokens) for stop in self._stops[: mark.num_messages]]
+            mark = self._marks[-1]
+            length = min(mark.num_tokens, len(self))  # a template that rewinds takes tokens of earlier turns too
+            self._forget(length)
+            self._stops = [min(stop, length) for stop in self._stops[: mark.num_messages]]
+            self._marks.pop()
         self._drop_pending(num_opening)
 
     def _append_messages(self, messages: Items[Message]) -> None:

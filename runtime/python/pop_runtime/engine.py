@@ -86,11 +86,16 @@ def read_record(folder: Path) -> Engine:
     """Return the engine in a folder.
 
     Raises:
-        ModelError: its record is missing, damaged, or not the one that the folder was named by.
+        ModelError: its record is missing, damaged, newer than this package, or not the one that names the folder.
     """
     place = folder / RECORD
     try:
         record: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        if record["record_version"] > RECORD_VERSION:
+            raise ModelError(
+                f"{place}, record_version: expected at most {RECORD_VERSION}, found {record['record_version']}; update "
+                "the pop-export package"
+            )
         facts = dict(record["facts"])
         if facts["shapes"] is not None:
             lengths = tuple(facts["shapes"]["prompt_lengths"])
@@ -120,18 +125,25 @@ def find_engine(bundle: Path, manifest: Manifest, target: Target, verify: bool =
 
     Raises:
         BackendError: there is none, or only stale and foreign ones (says what differs); the provider is missing.
-        ModelError: the fitting one is damaged.
+        ModelError: the fitting one is damaged, or there is none and the record of another cannot be read.
     """
     machine = describe_machine(target)
     folders = sorted((bundle / ENGINES).glob(f"{target.ep}-*"))
     fitting, reasons = [], []
+    unreadable: ModelError | None = None
     for folder in folders:
-        engine = read_record(folder)
+        try:
+            engine = read_record(folder)
+        except ModelError as error:  # of another package version, or a leftover: the one that fits may lie beside it
+            unreadable = unreadable or error
+            continue
         wanted = make_facts(manifest, target, machine, engine.facts.precision, engine.facts.shapes)
         if engine.facts == wanted:
             fitting.append(engine)
         else:
             reasons.append(f"{folder.name} ({_first_difference(engine.facts, wanted)})")
+    if not fitting and unreadable is not None:
+        raise unreadable
     if not fitting:
         found = f"only {'; '.join(reasons)}" if reasons else "none"
         raise BackendError(

@@ -117,7 +117,8 @@ def check_flags(arguments: argparse.Namespace) -> None:
         raise UsageError("--chat: expected messages for the chat template, found --raw; leave one out")
     check_windows_have_effect(arguments.sink_tokens, arguments.boundary_tokens, arguments.prefill == "pop")
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(arguments, name) not in (None, False) and not arguments.json:
+        given = getattr(arguments, name)  # --logprobs 0 asks for those of the tokens alone
+        if given is not None and given is not False and not arguments.json:
             raise UsageError(f"--{name.replace('_', '-')}: expected --json to show them in, found none; add it")
 
 

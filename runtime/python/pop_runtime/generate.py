@@ -105,7 +105,7 @@ class Generation(Iterator[Token]):
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the answer; None if none did."""
-        return self._answer.stop_string
+        return self._answer.stop_string if self.stop_reason == "stop" else None
 
     @property
     def stats(self) -> Stats:
@@ -155,25 +155,24 @@ class Generation(Iterator[Token]):
         if self._has_ended:
             return
         self._has_ended = True
+        num_kept = self._num_kept()
         if len(self.token_ids) > len(self.tokens) or self._answer.stop_reason is None:
             self._stop_reason = "cancelled"
             del self.token_ids[len(self.tokens) :]
         if self._has_begun:
             start = self._num_past + len(self.request.prompt_token_ids)
-            self.sequence.rewind(min(start + self._num_kept(), len(self.sequence)))
+            self.sequence.rewind(min(start + num_kept, len(self.sequence)))
         self._settled.clear()
         if self._on_end is not None:
             self._on_end()
 
     def _num_kept(self) -> int:
         """Return how many of the tokens handed out stay in the sequence."""
-        kept = len(self.tokens)
-        if self.stop_reason == "stop":
-            return kept - self._answer.num_cut_tokens
-        if self._settled:  # left among the tokens of one character
+        num_chosen, kept = len(self.token_ids), len(self.tokens)
+        if kept < num_chosen:  # left: perhaps among the tokens of one character
             while kept and not self.tokens[kept - 1].text:
                 kept -= 1
-        return kept
+        return min(kept, num_chosen - self._answer.num_cut_tokens)
 
 
 def read_turn(

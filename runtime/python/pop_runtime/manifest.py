@@ -156,11 +156,14 @@ def read_manifest(folder: Path) -> Manifest:
         ModelError: no folder, no manifest, not JSON, another format or a newer version, a key that is missing or of the
             wrong type, values that contradict each other, or a path that leaves the folder.
     """
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: expected a bundle folder, found none; make one with pop-export --out {folder}")
     path = folder / MANIFEST_NAME
-    if not path.is_file():
-        raise ModelError(f"{path}: expected a bundle's manifest, found none; re-run pop-export --out {folder}")
+    try:
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: expected a bundle folder, found none; make one with pop-export --out {folder}")
+        if not path.is_file():
+            raise ModelError(f"{path}: expected a bundle's manifest, found none; re-run pop-export --out {folder}")
+    except OSError as error:  # a parent may not be looked into, or a name is too long
+        raise ModelError(f"{folder}: expected a bundle folder, found {error.strerror}; give another one") from error
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

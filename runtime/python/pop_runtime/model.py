@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -17,7 +17,8 @@ import jinja2
 from tokenizers import Tokenizer
 
 from pop_runtime.batch import Completion, complete_batch
-from pop_runtime.chat import Message, compile_template, render_chat, special_tokens
+from pop_runtime.chat import Message, compile_template, is_messages, render_chat, special_tokens
+from pop_runtime.checks import is_within
 from pop_runtime.conversation import Conversation
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.generate import Generation
@@ -152,7 +153,7 @@ class Model:
             UsageError, ModelError: as for `generate`; what is wrong with one prompt names its row.
         """
         check_options(options)
-        if isinstance(prompts, str | Mapping) or len(prompts) == 0:
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sized) or len(prompts) == 0:
             raise UsageError(f"prompts: expected a list of at least one prompt, found {prompts!r}")
         checked = make_request(self.defaults, options, [])  # refuses options before any prompt
         options["seed"] = checked.sampling.seed  # the same for all rows, if it was drawn
@@ -183,8 +184,9 @@ class Model:
         Raises:
             UsageError: `capacity` is not within 1 and the model's positions.
         """
-        if not 1 <= capacity <= self.manifest.max_positions:
-            raise UsageError(f"capacity: expected 1..{self.manifest.max_positions} tokens, found {capacity}")
+        most = self.manifest.max_positions
+        if not is_within(capacity, 1, most):
+            raise UsageError(f"capacity: expected 1..{most} tokens, found {capacity!r}")
         return Sequence(self.sessions, allocate_cache(self.manifest, 1, capacity, self.sessions.place))
 
     def encode_prompt(self, prompt: Prompt, raw: bool = False, is_first_turn: bool = True) -> list[int]:
@@ -199,7 +201,7 @@ class Model:
         """
         if isinstance(prompt, Mapping):
             prompt = [prompt]
-        if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):
+        if not isinstance(prompt, str) and not is_messages(prompt):
             return checked_ids(prompt, self.manifest)  # type: ignore[arg-type]
         if self.tokenizer is None:
             raise UsageError(f"{self.folder}: expected a tokenizer for a text prompt, found none; give token ids")

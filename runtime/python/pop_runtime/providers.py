@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from pop_runtime.checks import is_within
 from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import Manifest
 
@@ -20,6 +21,7 @@ SIZE_OPERATORS = frozenset(
 )  # fmt: skip
 
 
+MOST_DEVICE = 2**31 - 1  # providers take an int32
 CAPACITY = "capacity"  # name of S_max among the graphs' symbolic sizes
 
 
@@ -170,8 +172,9 @@ class Target:
         if self.cuda_graphs and self.provider.records_runs is None:
             able = " or ".join(name for name, provider in PROVIDERS.items() if provider.records_runs)
             raise UsageError(f"--cuda-graphs: expected --ep {able}, found {self.ep}; leave it out")
-        if self.device < 0 or (self.ep == "cpu" and self.device):
-            raise UsageError(f"--device: expected {'0' if self.ep == 'cpu' else '0 or more'}, found {self.device}")
+        most = 0 if self.ep == "cpu" else MOST_DEVICE
+        if not is_within(self.device, 0, most):
+            raise UsageError(f"--device: expected {'0' if most == 0 else '0 or more'}, found {self.device!r}")
 
     @property
     def provider(self) -> Provider:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from pop_runtime.checks import check_least
 from pop_runtime.errors import ModelError, PopError, UsageError
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.sampling import SamplingSettings, settings_in_force
-from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_least, check_prefill, windows_in_force
+from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_prefill, windows_in_force
 from pop_runtime.text import check_text
 
 DEFAULT_NEW_TOKENS = 256
@@ -121,7 +122,7 @@ def make_request(
     manifest = defaults.manifest
     asked = _given(options, "max_new_tokens", DEFAULT_NEW_TOKENS)
     check_least("max_new_tokens", asked, 1)
-    prefill = options.get("prefill", "pop")
+    prefill = options.get("prefill") or "pop"
     check_prefill(prefill)
     windows = windows_in_force(manifest, options.get("sink_tokens"), options.get("boundary_tokens"), prefill)
     chunk_tokens = _given(options, "prefill_chunk_tokens", CHUNK_TOKENS)

@@ -112,11 +112,14 @@ def process_logits(logits: np.ndarray, seen: np.ndarray, settings: SamplingSetti
     """
     scores = logits.astype(np.float64)
     if settings.repetition_penalty != 1.0:
-        penalty = settings.repetition_penalty
-        scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+        penalty, largest = settings.repetition_penalty, sys.float_info.max
+        with np.errstate(over="ignore"):
+            scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+        scores = np.clip(scores, -largest, largest)  # the difference of two infinities is no number
     if not settings.do_sample:
         return scores
-    scores = (scores - scores.max()) / settings.temperature  # shifted first: a tiny temperature cannot overflow
+    with np.errstate(over="ignore"):  # to -inf, which is what is removed
+        scores = (scores - scores.max()) / settings.temperature
     if 0 < settings.top_k < len(scores):
         scores[scores < np.partition(scores, -settings.top_k)[-settings.top_k]] = -np.inf
     if settings.top_p < 1.0:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
-from numbers import Integral
 from typing import Literal
 
 import numpy as np
 
 from pop_runtime.cancel import Cancellation
+from pop_runtime.checks import check_least, is_within
 from pop_runtime.errors import UsageError
 from pop_runtime.joined import joined_graphs
 from pop_runtime.kv_cache import EMPTY, FULL, PRUNED, KvCache, decode_graph, grown_cache, prefill_graph
@@ -84,8 +84,7 @@ class Sequence:
         Raises:
             UsageError: `length` is not within 0 and the tokens there are.
         """
-        if not 0 <= length <= len(self):
-            raise UsageError(f"rewind: expected a position of 0..{len(self)}, found {length}")
+        check_position(length, len(self))
         del self.token_ids[length:]
         self.num_cached = min(self.num_cached, length)
         self.cache.depth[0, length:] = EMPTY
@@ -208,6 +207,12 @@ class Sequence:
         return plan_joined_turn(num_past, num_new, windows, chunk_tokens)
 
 
+def check_position(position: object, length: int) -> None:
+    """Raise UsageError unless a sequence of `length` tokens can be rewound to a position."""
+    if not is_within(position, 0, length):
+        raise UsageError(f"rewind: expected a position of 0..{length}, found {position!r}")
+
+
 def check_prefill(prefill: str) -> None:
     """Raise UsageError unless `prefill` is "pop" or "full"."""
     if prefill not in ("pop", "full"):
@@ -220,24 +225,18 @@ def checked_ids(ids: Iterable[int], manifest: Manifest) -> list[int]:
     Raises:
         UsageError: there are none, or one is no integer or has no row in the embedding.
     """
+    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable):  # bytes would pass for small ids
+        raise UsageError(f"prompt: expected token ids, found {type(ids).__name__}; give a list of whole numbers")
     ids = list(ids)
     if not ids:
         raise UsageError("prompt: expected at least one token, found none; give some text or ids")
     for index, token in enumerate(ids):
-        if not isinstance(token, Integral) or not 0 <= token < manifest.vocab_size:
+        if not is_within(token, 0, manifest.vocab_size - 1):
             raise UsageError(
                 f"prompt, token {index}: expected an id of 0..{manifest.vocab_size - 1}, found {token!r}; "
                 "check that the ids come from this model's tokenizer"
             )
     return [int(token) for token in ids]
-
-
-def check_least(name: str, value: object, least: int, why: str = "") -> None:
-    """Raise UsageError unless a value is a whole number of at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise UsageError(f"{name}: expected a whole number, found {value!r}; change it or leave it out")
-    if value < least:
-        raise UsageError(f"{name}: expected at least {least}{why}, found {value}; raise it")
 
 
 def windows_in_force(

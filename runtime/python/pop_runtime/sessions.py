@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Lock
 
 from pop_runtime.chain import ChainedSession, Link
+from pop_runtime.checks import check_least
 from pop_runtime.device_weights import upload_shared
 from pop_runtime.engine import Engine, find_engine
 from pop_runtime.errors import BackendError, ModelError, UsageError
@@ -34,6 +35,7 @@ SEGMENT_ENTRIES = {"session.force_spinning_stop": "1", "session.intra_op.spin_du
 PREFILL_ENTRIES = {"session.intra_op.allow_spinning": "0"}
 DECODE_ENTRIES = {"session.intra_op.allow_spinning": "1"}
 UNPACKED = {"session.disable_prepacking": "1"}
+MOST_THREADS = 2**31 - 1  # ONNX Runtime takes an int32
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,10 @@ def open_pair(
         ModelError: a graph is missing, or its inputs and outputs are not those of the manifest.
         BackendError: ONNX Runtime cannot load a graph, or not on the target alone.
     """
-    if threads is not None and threads < 1:
-        raise UsageError(f"threads: expected at least 1, found {threads}; leave it out to use the visible cores")
+    if threads is not None:
+        check_least("threads", threads, 1)
+        if threads > MOST_THREADS:
+            raise UsageError(f"threads: expected at most {MOST_THREADS}, found {threads}; leave it out")
     if low_memory and engine is not None:
         raise UsageError("low_memory: expected no engine, found one, which runs as it was built; leave one out")
     count = threads or visible_cores()

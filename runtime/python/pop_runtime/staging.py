@@ -1,4 +1,8 @@
-"""Write a folder whole or not at all: into a hidden sibling first, which takes its name only when it is finished."""
+"""Write a folder whole or not at all: into a hidden sibling first, which takes its name only when it is finished.
+
+A run holds a lock on its sibling. The system drops it with the process, however that ends and in whatever container it
+ran, so that the next run knows which siblings are left-overs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pop_runtime.errors import ModelError
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed run left stays
+    fcntl = None  # type: ignore[assignment]
 
 _RUN = secrets.token_hex(4)
 FULL_BYTES = 1 << 20  # a disk with less room is taken for full
@@ -57,11 +66,11 @@ def scratch_folder(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        staging.mkdir()
-        try:
-            yield staging
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with _made_and_held(staging):
+            try:
+                yield staging
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
     finally:
         for folder in made:
             with suppress(OSError):  # not empty, or never made
@@ -86,18 +95,43 @@ def _is_full(error: OSError, target: Path) -> bool:
 
 
 def _sibling(target: Path, what: str) -> Path:
-    """Return the hidden name of a folder of this run; all are of one length, so that if one fits the others do.
+    """Return the hidden name of a folder of this run; all are of one length, so that if one fits the others do."""
+    return target.parent / f".{target.name}.partial-{what}-{_RUN}"
 
-    The process alone does not tell runs apart: in containers that share a disk all may be process 1.
-    """
-    return target.parent / f".{target.name}.partial-{what}-{_RUN}-{os.getpid()}"
+
+@contextmanager
+def _made_and_held(folder: Path) -> Iterator[None]:
+    """Make a folder, and lock it until the block ends, under whatever name it then has."""
+    folder.mkdir()
+    if fcntl is None:
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: nobody takes the folder for a left-over there
+            fcntl.flock(held, fcntl.LOCK_EX)
+        is_there = folder.exists()
+        if is_there:
+            yield
+    finally:
+        os.close(held)
+    if not is_there:  # another run took it for a left-over before the lock was on it
+        with _made_and_held(folder):
+            yield
 
 
 def _remove_leftovers(target: Path) -> None:
+    """Remove what earlier runs left when they were killed: the siblings that nobody holds."""
+    if fcntl is None:
+        return
     for folder in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        pid = folder.name.rpartition("-")[2]
-        if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # held, or gone
+            held = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def _replace(target: Path, staging: Path) -> None:

@@ -12,6 +12,7 @@ from pop_runtime.bench.rounds import Line
 
 NUM_PROBES, NUM_NEW = 16, 4
 MOST_TOKENS = 208  # of a probe: more than sink and boundary, so that pruning shows as well
+LONGEST_PROBE = MOST_TOKENS + NUM_NEW  # and its answer
 LEAST_TOP1 = 0.5  # int4 by rounding agrees on about 0.8; another model, or one that is fed wrongly, on next to nothing
 
 TEXT = """\

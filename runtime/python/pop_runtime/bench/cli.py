@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pop_runtime.bench.output import plot, plot_endings, table, write_csv
 from pop_runtime.bench.peers import PEERS
-from pop_runtime.errors import BackendError, PopError, UsageError
+from pop_runtime.command import run_command
+from pop_runtime.errors import BackendError, UsageError
 from pop_runtime.flags import add_target_flags
 from pop_runtime.providers import Target
 from pop_runtime.version import add_version_flag
@@ -34,14 +35,7 @@ exit codes: 0 done, 2 usage, 3 bundle, 4 an engine that does not run
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error a user can cause is one line on stderr."""
     arguments = _parser().parse_args(argv)
-    try:
-        _run(arguments)
-    except PopError as error:
-        print(f"pop-bench: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command("pop-bench", lambda: _run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,13 +86,15 @@ def _run(arguments: argparse.Namespace) -> None:
         boundary_tokens=arguments.boundary_tokens,
     )
     report, samples = measure(settings, lambda text: print(text, file=sys.stderr, flush=True))
-    print(json.dumps(report) if arguments.json else table(report), flush=True)  # first: a file may fail even now
-    if arguments.csv is not None:
-        with _writing("--csv", arguments.csv):
-            write_csv(arguments.csv, samples)
-    if arguments.plot is not None:
-        with _writing("--plot", arguments.plot):
-            plot(arguments.plot, report)
+    try:
+        print(json.dumps(report) if arguments.json else table(report), flush=True)  # first: a file may fail even now
+    finally:  # and so may stdout
+        if arguments.csv is not None:
+            with _writing("--csv", arguments.csv):
+                write_csv(arguments.csv, samples)
+        if arguments.plot is not None:
+            with _writing("--plot", arguments.plot):
+                plot(arguments.plot, report)
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
@@ -139,3 +135,7 @@ def _peers(text: str) -> tuple[tuple[str, Path | None], ...]:
     """Return the name of each peer with the path given for it."""
     given = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     return tuple((name, Path(path) if path else None) for name, _, path in given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

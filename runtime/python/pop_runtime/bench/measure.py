@@ -12,14 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pop_runtime.bench.agreement import LEAST_TOP1, TEXT, agreement_of, probes_of
+from pop_runtime.bench.agreement import LEAST_TOP1, LONGEST_PROBE, TEXT, agreement_of, probes_of
 from pop_runtime.bench.engines import Run
 from pop_runtime.bench.peers import PEERS
 from pop_runtime.bench.processes import Worker
 from pop_runtime.bench.rounds import Line, Sample, figures_of, pairs_of, prompt_of, ratios_to_peers, run_rounds
 from pop_runtime.errors import UsageError
 from pop_runtime.flags import check_windows_have_effect
-from pop_runtime.manifest import Manifest, Windows, read_manifest
+from pop_runtime.manifest import Manifest, Windows, read_manifest, verify_files
 from pop_runtime.open_provider import require_provider
 from pop_runtime.prompt_work import PromptWork, speedup_limit
 from pop_runtime.providers import CPU, Target
@@ -100,6 +100,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> tuple[dict[str, A
     """
     manifest = read_manifest(settings.folder)
     settings.check(manifest)
+    verify_files(settings.folder, manifest)  # once, for all workers
     limit = _limit(settings.folder, settings.windows(manifest), say)
     threads = settings.threads or visible_cores()
     prompts = [prompt_of(length, manifest.vocab_size) for length in settings.prompt_lengths]
@@ -189,7 +190,7 @@ def _lines(
     """Return the lines to measure and, by worker, what each process loads."""
     lines = [*(_line(kind) for kind in settings.prefills), *(Line(label, label) for label in peers)]
     specs = {OURS: _bundle_spec(settings, threads)}
-    most = max(settings.prompt_lengths) + settings.num_new
+    most = max(max(settings.prompt_lengths) + settings.num_new, LONGEST_PROBE)
     for label, (name, path) in peers.items():
         own = {"engine": name, "path": str(path), "max_tokens": most}
         specs[label] = {**own, "threads": threads, "clock": settings.clock}
@@ -225,8 +226,8 @@ def _memory(settings: Settings, manifest: Manifest, threads: int) -> dict[str, A
             if graphs == "both":
                 worker.ask(prompt=prompt, num_new=2, prefill="pop")
             found[name] = {**worker.ask(), "load_ms": worker.facts["load_ms"]}
-    ratio = found["both_graphs"]["proportional_bytes"] / found["one_graph"]["proportional_bytes"]
-    return {**found, "both_over_one": ratio}
+    both, one = (found[name]["proportional_bytes"] for name in ("both_graphs", "one_graph"))
+    return {**found, "both_over_one": None if both is None or one is None else both / one}
 
 
 def _ratios(settings: Settings, limit: Limit, samples: list[Sample]) -> list[dict[str, Any]]:

@@ -39,12 +39,12 @@ def table(report: dict[str, Any]) -> str:
             f"{found['common_tokens']:.1f} of {NUM_NEW} greedy tokens in common"
         )
     memory = report["memory"]
+    over = "" if memory["both_over_one"] is None else f": {memory['both_over_one']:.2f} x"
     rows.append(
-        f"memory: both graphs {_mb(memory['both_graphs'])}, the decode graph alone {_mb(memory['one_graph'])}: "
-        f"{memory['both_over_one']:.2f} x"
+        f"memory: both graphs {_mb(memory['both_graphs'])}, the decode graph alone {_mb(memory['one_graph'])}{over}"
     )
     for name, engine in report["engines"].items():
-        rows.append(f"{name}: {engine['version']}, loaded in {engine['load_ms']:.0f} ms, {_mb(engine)}")
+        rows.append(f"{name}: {engine['version']}, loaded in {engine['load_ms']:.0f} ms, memory {_mb(engine)}")
     rows += [f"missing: {entry['peer']}: {entry['reason']}" for entry in report["missing"]]
     rows.append(
         f"{report['threads']} threads, {report['num_rounds']} rounds, {report['clock']} time: median (least - greatest)"
@@ -59,6 +59,8 @@ def _spread(values: dict[str, float] | None) -> str:
 
 
 def _mb(memory: dict[str, Any]) -> str:
+    if memory["proportional_bytes"] is None or memory["peak_bytes"] is None:
+        return "not known on this system"
     return f"{memory['proportional_bytes'] / 1e6:.0f} MB (peak {memory['peak_bytes'] / 1e6:.0f})"
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 from pop_runtime.errors import BackendError
@@ -52,7 +53,8 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):  # what a dead process was asked is still to be written
+                self._process.stdin.close()
         self._process.wait()
         self._log.close()
 

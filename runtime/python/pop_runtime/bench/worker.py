@@ -13,12 +13,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pop_runtime.bench.engines import BundleEngine, Engine, timed
 from pop_runtime.bench.peers import PEERS, version_of
-from pop_runtime.errors import PopError
+from pop_runtime.errors import BackendError, PopError
 from pop_runtime.memory import peak_bytes, proportional_bytes
 
 
@@ -36,7 +37,7 @@ def main() -> int:
 
 def _serve(spec: dict[str, Any], answers: Any) -> None:
     """Load the engine and answer requests."""
-    before, started = proportional_bytes(), time.perf_counter()
+    before, started = _or_none(proportional_bytes), time.perf_counter()
     engine, facts = _load(spec)
     load_ms = (time.perf_counter() - started) * 1e3
     print(json.dumps({**facts, "load_ms": load_ms}), file=answers, flush=True)
@@ -46,8 +47,18 @@ def _serve(spec: dict[str, Any], answers: Any) -> None:
             asked = request["prompt"], request["num_new"], request["prefill"]
             answer = dataclasses.asdict(timed(engine, *asked, spec["clock"]))
         else:
-            answer = {"proportional_bytes": proportional_bytes() - before, "peak_bytes": peak_bytes()}
+            now = _or_none(proportional_bytes)
+            taken = None if before is None or now is None else now - before
+            answer = {"proportional_bytes": taken, "peak_bytes": _or_none(peak_bytes)}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _or_none(measured: Callable[[], int]) -> int | None:
+    """Return an amount of memory; None where the system does not say: times can be measured there too."""
+    try:
+        return measured()
+    except BackendError:
+        return None
 
 
 def _load(spec: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:

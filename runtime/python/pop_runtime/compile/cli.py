@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pop_runtime.errors import PopError, UsageError
+from pop_runtime.command import run_command
+from pop_runtime.errors import UsageError
 from pop_runtime.providers import PROVIDERS, Shapes, Target
 from pop_runtime.version import add_version_flag
 
@@ -34,18 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
-    progress = os.fdopen(os.dup(2), "w", buffering=1)  # stderr itself goes into the log while a graph is built
-    try:
-        with progress:
+
+    def work() -> None:
+        with os.fdopen(os.dup(2), "w", buffering=1) as progress:  # while a graph is built stderr goes into the log
             result = _run(arguments, lambda line: print(line, file=progress))
-    except PopError as error:
-        print(f"pop-compile: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("pop-compile: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(json.dumps(result) if arguments.json else _summary(result))
-    return 0
+        print(json.dumps(result) if arguments.json else _summary(result))
+
+    return run_command("pop-compile", work, "interrupted; nothing was written")
 
 
 def _interrupt(*_: Any) -> None:
