@@ -207,9 +207,7 @@ def test_times_are_shown_where_the_system_does_not_say_the_memory(bundle):
 
 
 def test_a_worker_that_died_while_it_waited_is_named(tmp_path, bundle):
-    spec = {"engine": "bundle", "path": str(bundle), "threads": 1, "low_memory": False, "graphs": "both",
-            "ep": "cpu", "device": 0, "compiled": False, "clock": "wall", "sink_tokens": None,
-            "boundary_tokens": None, "cuda_graphs": False}  # fmt: skip
+    spec = measuring._bundle_spec(Settings(bundle), threads=1)
     worker = Worker(spec)
     worker._process.kill()
     worker._process.wait()
@@ -248,9 +246,7 @@ def test_a_plot_without_matplotlib_is_refused_before_work(bundle, capsys, monkey
 
 
 def test_an_engine_that_does_not_load_ends_in_one_line(tmp_path):
-    spec = {"engine": "bundle", "path": str(tmp_path), "threads": 1, "low_memory": False, "graphs": "both",
-            "ep": "cpu", "device": 0, "compiled": False, "clock": "wall", "sink_tokens": None,
-            "boundary_tokens": None, "cuda_graphs": False}  # fmt: skip
+    spec = measuring._bundle_spec(Settings(tmp_path), threads=1)
     with pytest.raises(BackendError, match=r"bundle \(.*\): expected an engine that runs, found: .*manifest.json"):
         Worker(spec)
 

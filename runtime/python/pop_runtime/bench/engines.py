@@ -63,30 +63,26 @@ class BundleEngine:
         threads: on the CPU.
         low_memory: as for `pop_runtime.load`.
         graphs: "both", or "decode" for the decode graph alone, which can read prompts too.
-        ep: execution provider.
-        device: number of its device.
+        target: provider and device; None: the CPU.
         compiled: run what pop-compile made.
         sink_tokens: first tokens at full depth; None: the bundle's.
         boundary_tokens: last prompt tokens at full depth; None: the bundle's.
-        cuda_graphs: as for `pop_runtime.load`.
     """
 
     def __init__(
-        self, folder: Path, threads: int, low_memory: bool = False, graphs: str = "both", ep: str = "cpu",
-        device: int = 0, compiled: bool = False, sink_tokens: int | None = None, boundary_tokens: int | None = None,
-        cuda_graphs: bool = False,
+        self, folder: Path, threads: int, low_memory: bool = False, graphs: str = "both", target: Target | None = None,
+        compiled: bool = False, sink_tokens: int | None = None, boundary_tokens: int | None = None,
     ) -> None:  # fmt: skip
         from pop_runtime.model import load
-        from pop_runtime.providers import Target
+        from pop_runtime.providers import CPU
         from pop_runtime.sequence import windows_in_force
 
+        target = target or CPU
         if graphs == "both":
-            self._model = load(
-                folder, threads, verify=False, low_memory=low_memory, ep=ep, device=device, engine=compiled,
-                cuda_graphs=cuda_graphs,
-            )  # fmt: skip
+            where = dataclasses.asdict(target)
+            self._model = load(folder, threads, verify=False, low_memory=low_memory, engine=compiled, **where)
         else:
-            self._model = _decode_alone(folder, threads, Target(ep, device, cuda_graphs), compiled)
+            self._model = _decode_alone(folder, threads, target, compiled)
         self.nodes_by_provider = self._model.sessions.nodes_by_provider
         self._windows = windows_in_force(self._model.manifest, sink_tokens, boundary_tokens)
 

@@ -200,7 +200,8 @@ def _lines(
 def _bundle_spec(settings: Settings, threads: int, graphs: str = "both") -> dict[str, Any]:
     return {
         "engine": "bundle", "path": str(settings.folder), "threads": threads, "low_memory": settings.low_memory,
-        "clock": settings.clock, "graphs": graphs, "compiled": settings.compiled, **dataclasses.asdict(settings.target),
+        "clock": settings.clock, "graphs": graphs, "compiled": settings.compiled,
+        "target": dataclasses.asdict(settings.target),
         "sink_tokens": settings.sink_tokens, "boundary_tokens": settings.boundary_tokens,
     }  # fmt: skip
 

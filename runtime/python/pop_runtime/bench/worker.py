@@ -67,8 +67,10 @@ def _load(spec: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
     if spec["engine"] == "bundle":
         import onnxruntime
 
-        names = ("low_memory", "graphs", "ep", "device", "compiled", "sink_tokens", "boundary_tokens", "cuda_graphs")
-        engine = BundleEngine(path, threads, **{name: spec[name] for name in names})
+        from pop_runtime.providers import Target
+
+        names = ("low_memory", "graphs", "compiled", "sink_tokens", "boundary_tokens")
+        engine = BundleEngine(path, threads, target=Target(**spec["target"]), **{name: spec[name] for name in names})
         version = f"onnxruntime {onnxruntime.__version__}"
         return engine, {"version": version, "nodes_by_provider": engine.nodes_by_provider}
     peer = PEERS[spec["engine"]]
