@@ -67,7 +67,7 @@ class Graph:
     def times_us(self) -> dict[str, float]:
         """Return the shortest time of each kind of node, summed over its nodes, and end the profile.
 
-        A kind is the operator, and for products the shape of the weight: `MatMulNBits 576x1536, 8 bits, 32`.
+        A kind is the operator, and for products the width of what they give: `MatMulNBits to 1536`.
         """
         events = json.loads(Path(self._session.end_profiling()).read_text(encoding="utf-8"))
         shortest: dict[str, float] = {}

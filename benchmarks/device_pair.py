@@ -16,6 +16,7 @@ from pop_export.config import Dialect
 from pop_export.decoder import max_positions_of
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.fuse import prepare_attention
 from pop_export.half_precision import cast_weights, rounded_weights
 from pop_export.reference import PrefillPlan, Reference
 from pop_export.verify import TOLERANCE
@@ -50,6 +51,7 @@ def export_pair(
     with cast_weights(model, dtype):
         decode = build_decode_graph(model, kv_layers, dialect)
         prefill = cut_prefill_graph(decode, PrefillPlan(frozenset(skipped)))
+        prepare_attention(decode, prefill, max_positions_of(model))
     name = str(dtype).removeprefix("torch.")
     manifest = Manifest(
         model={}, vocab_size=model.get_output_embeddings().weight.shape[0], max_positions=max_positions_of(model),

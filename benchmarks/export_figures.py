@@ -19,6 +19,7 @@ from pop_export.bundle import save_graphs
 from pop_export.checkpoint import load_checkpoint
 from pop_export.graph.build import build_decode_graph
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.fuse import prepare_attention
 from pop_export.layer_plan import parse_layers
 from pop_export.reference import PrefillPlan
 from pop_export.speed import measure_speed
@@ -72,7 +73,9 @@ def scattered_difference(manifest: Manifest, model: str) -> float:
     ids = checkpoint.tokenizer("The sky is blue because " * 60)["input_ids"]
     ids = ids[: prompt_length(checkpoint.model) + NUM_STEPS]
     decode = build_decode_graph(checkpoint.model, manifest.kv_layers)  # a written one is fused and cannot be cut
-    graphs = {manifest.decode_graph: decode, manifest.prefill_graph: cut_prefill_graph(decode, plan)}
+    prefill = cut_prefill_graph(decode, plan)
+    prepare_attention(decode, prefill, manifest.max_positions)
+    graphs = {manifest.decode_graph: decode, manifest.prefill_graph: prefill}
     with tempfile.TemporaryDirectory() as folder:
         save_graphs(Path(folder), graphs, manifest.weights)
         sessions = open_pair(Path(folder), manifest, None)

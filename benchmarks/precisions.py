@@ -38,6 +38,7 @@ from pop_export.config import ExportConfig, Quantizer
 from pop_export.decoder import max_positions_of
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
+from pop_export.graph.fuse import prepare_attention
 from pop_export.precision import store_precision
 from pop_export.precision_damage import mean_kl
 from pop_export.reference import PrefillPlan
@@ -46,7 +47,7 @@ from pop_runtime.manifest import Manifest, Plan, Windows
 from pop_runtime.sequence import Sequence as TokenSequence
 from pop_runtime.sessions import SessionPair, open_pair
 
-DEFAULT_ROWS = ("fp32", "int8", "int8/rtn", "int8/rtn/32", "int4", "int4/rtn", "int4/k_quant", "int4/hqq")
+DEFAULT_ROWS = ("fp32", "int8", "int8-dynamic", "int4", "int4/rtn", "int4/symmetric", "int4/k_quant", "int4/hqq")
 CONTEXT_TOKENS, SCORED_TOKENS = 384, 128  # as pop-eval
 TIMED_TOKENS, ROUNDS, STEPS = 512, 3, 16
 
@@ -139,6 +140,7 @@ def measure(
     started = time.monotonic()
     stored = store_precision(config, model, decode, prefill, text)
     seconds = time.monotonic() - started
+    prepare_attention(decode, prefill, max_positions_of(model))
     with stored.twin(model):
         kl_weights = mean_kl(reference, [model_scores(model, ids) for ids in windows])
     manifest = _manifest(checkpoint, stored.name, stored.kv_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import onnx_ir as ir
 from pop_export.graph.fuse import Fusion, write_graph
 from pop_export.graph.passes.quantize_embedding import SAME_BYTES
 from pop_runtime.errors import ModelError, UsageError
-from pop_runtime.manifest import MANIFEST_NAME, Manifest, sha256_of
+from pop_runtime.manifest import FORMAT, MANIFEST_NAME, Manifest, sha256_of
 from pop_runtime.staging import existing_parent, scratch_folder
 
 INLINE_BYTES = 1024  # smaller constants stay in the graph, where ONNX Runtime folds shapes with them
@@ -57,10 +58,19 @@ def _refuse_other_content(out: Path, force: bool) -> None:
         raise UsageError(f"--out {out}: expected a folder to make, found a file; choose another name")
     if not out.is_dir() or not any(out.iterdir()):
         return
-    if not (out / MANIFEST_NAME).is_file():
+    if not _is_bundle(out):
         raise UsageError(f"--out {out}: expected a bundle or nothing, found a folder with other files; choose another")
     if not force:
         raise UsageError(f"--out {out}: a bundle is already there; pass --force to replace it")
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Return whether a folder holds a manifest of ours, of whatever version: other programs have files of that name."""
+    try:
+        content = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def check_space(out: Path, num_bytes: int) -> None:

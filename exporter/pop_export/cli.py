@@ -14,6 +14,8 @@ from typing import Any, get_args
 from pop_export.config import DEFAULT_RATIO, Dialect, ExportConfig, Precision, Quantizer
 from pop_export.extras import imports_for
 from pop_runtime.command import run_command
+from pop_runtime.manifest import Windows
+from pop_runtime.prompt_work import PromptWork, speedup_limit
 from pop_runtime.version import add_version_flag
 
 EXAMPLES = """\
@@ -163,23 +165,24 @@ def summary(folder: Path, report: dict[str, Any]) -> str:
     """Return what a person wants to know of a finished export."""
     plan, speed = report["plan"], report["speed"]
     quality = report["quality"]
-    damage, predicted = "damage was not measured: its prompts lie within the windows", ""
+    damage = "damage was not measured: its prompts lie within the windows"
     if quality is not None:
         chosen = quality["chosen"]
         damage = (
             f"damage on text kept aside: KL {chosen['kl_mean_nats']:.3f} nats per token, "
             f"same first choice at {chosen['top1_agreement']:.1%} of {chosen['num_positions']} positions"
         )
-        predicted = f", predicted {chosen['predicted_speedup']:.2f} x"
+    full, pruned = (PromptWork(**report["work"][prefill]) for prefill in ("full", "pruned"))
+    limit = speedup_limit(full, pruned, Windows(**report["windows"]), speed["num_prompt_tokens"])
     return "\n".join(
         (
             f"{folder}: {len(plan['skipped_layers'])} of {plan['num_layers']} layers skipped in prefill: "
             f"{', '.join(map(str, plan['skipped_layers'])) or 'none'}; refitted: {len(plan['refitted_layers'])}, "
             f"with a surrogate: {len(plan['surrogate_layers'])}",
             damage,
-            f"prefill of {speed['num_prompt_tokens']} tokens: {speed['full_prefill_ms']:.0f} ms full, "
-            f"{speed['pruned_prefill_ms']:.0f} ms pruned: {speed['prefill_speedup']:.2f} x; as a turn with its windows "
-            f"{speed['turn_speedup']:.2f} x{predicted}",
+            f"prompt of {speed['num_prompt_tokens']} tokens: {speed['full_prefill_ms']:.0f} ms full, "
+            f"{speed['pruned_turn_ms']:.0f} ms pruned between its windows: {speed['turn_speedup']:.2f} x, counting "
+            f"work allows {limit:.2f} x",
             *_precision_lines(report),
             f'try it: pop-run {folder} --prompt "Explain in two sentences why the sky is blue."',
         )

@@ -20,7 +20,7 @@ NUM_TOKENS = 1024  # prompt that speedups are predicted for, the one that speed.
 class LayerCost:
     """Floating-point operations of one layer per prompt token."""
 
-    linear: float  # all its weights
+    linear: float  # all its weights; of experts those of every expert, since the graph computes them all
     kv: float  # those that make K and V
     attention: float  # per token attended to: scores and their sum
     surrogate: float  # the linear map that may stand in for it
@@ -32,18 +32,15 @@ def layer_costs(
     """Return what each layer costs, read off the shapes of its weights."""
     config = model.config.get_text_config(decoder=True)
     modules = linear_modules(model)
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
-    active_share = min(1.0, (getattr(config, "num_experts_per_tok", None) or experts) / experts)
     costs = []
     for index, layer in enumerate(decoder_layers(model)):
-        plain = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-        of_experts = sum(p.numel() for p in layer.parameters() if p.ndim == 3) * active_share
+        num_weights = sum(p.numel() for p in layer.parameters() if p.ndim in (2, 3))
         of_layer = [projection for projection in projections if projection.layer == index]
         features = {p.module: _num_features(modules[p.module]) for p in of_layer}
         kv = kv_layers[index]
         costs.append(
             LayerCost(
-                linear=2.0 * (plain + of_experts),
+                linear=2.0 * num_weights,
                 kv=2.0 * sum(len(p.columns) * features[p.module] for p in of_layer),
                 attention=2.0 * config.num_attention_heads * (kv.key_head_size + kv.value_head_size),
                 surrogate=2.0 * config.hidden_size * next(iter(features.values()), config.hidden_size),

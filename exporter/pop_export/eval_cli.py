@@ -119,9 +119,11 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     for name in ("retrieval-length", "retrieval-keys"):
         if arguments.no_retrieval and getattr(arguments, name.replace("-", "_")) is not None:
             raise UsageError(f"--{name} and --no-retrieval: the one has no effect beside the other; drop one of them")
-    for name in ("revision", "trust-remote-code", "allow-pickle"):
+    for name in ("revision", "trust-remote-code", "allow-pickle", "offline"):
         if getattr(arguments, name.replace("-", "_")) and arguments.against is None:
             raise UsageError(f"--{name}: expected --against with it, whose checkpoint it is about, found none; add it")
+    if arguments.prefill == "full" and arguments.against is None:
+        raise UsageError("--prefill full: expected --against, or the bundle is compared with itself; add it")
     check_windows_have_effect(arguments.sink_tokens, arguments.boundary_tokens, arguments.prefill != "full")
 
 

@@ -72,16 +72,16 @@ def curve_plot(report: dict[str, Any]) -> str:
             axes.plot(*chosen, color=SKIPPED, marker="D", markersize=7, linestyle="none", label="chosen, measured")
         axes.set_yscale("symlog", linthresh=smallest)  # the full model lies at 0
         axes.set_ylim(bottom=0)
-        axes.set(xlabel="prefill speed-up", ylabel="mean KL (nats, log)")
+        axes.set(xlabel="speed-up of a prompt with its windows", ylabel="mean KL (nats, log)")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
     return _svg(draw, "curve", "Quality against speed")
 
 
 def measured_point(report: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the measured speed-up and mean KL of the chosen plan, or None if its KL was not measured."""
+    """Return the measured speed-up of a turn and mean KL of the chosen plan, or None if its KL was not measured."""
     chosen = report["quality"].get("chosen")
-    return None if chosen is None else (report["speed"]["prefill_speedup"], chosen["kl_mean_nats"])
+    return None if chosen is None else (report["speed"]["turn_speedup"], chosen["kl_mean_nats"])
 
 
 def fit_plot(report: dict[str, Any], kind: str) -> str:

@@ -12,7 +12,7 @@ from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import MANIFEST_NAME
 
 
-def _bundle(folder, content="old"):
+def _bundle(folder, content='{"format": "pop-bundle"}'):
     folder.mkdir()
     (folder / MANIFEST_NAME).write_text(content)
     return folder
@@ -31,8 +31,12 @@ def test_an_existing_bundle_needs_force(tmp_path):
     check_target(target, force=True)
 
 
-def test_a_folder_of_something_else_is_never_replaced(tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("thesis.txt", "years of work"), ("manifest.json", '{"name": "of a web page"}'), ("manifest.json", "[")],
+)
+def test_a_folder_of_something_else_is_never_replaced(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match="a folder with other files"):
         check_target(tmp_path, force=True)
 

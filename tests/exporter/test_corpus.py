@@ -121,6 +121,21 @@ def test_a_text_that_occurs_twice_counts_once(tokenizer, tmp_path):
     assert len(samples(tokenizer, path).ids) == 1
 
 
+def test_a_text_given_by_two_names_is_not_kept_aside_from_itself(tokenizer, tmp_path):
+    path, other = numbered(tmp_path / "words.txt"), jsonl(tmp_path / "rows.jsonl", {"text": "another text"})
+    repeated = tmp_path / "again.jsonl"
+    repeated.write_text(json.dumps({"text": path.read_text()}) + "\n" + other.read_text())
+    both = samples(tokenizer, path, repeated, num_samples=20, num_held_out=10)
+    starts = [
+        path.read_text().index(window)
+        for window in text_of(tokenizer, both.ids + both.held_out)
+        if window in path.read_text()
+    ]
+    assert len(set(starts)) == len(starts) > 20
+    with pytest.raises(UsageError, match=r"expected text of its own, found only what is given before it; drop it"):
+        samples(tokenizer, path, f"{path.parent}/./{path.name}")
+
+
 def test_windows_spread_over_a_long_text(tokenizer, tmp_path):
     path = numbered(tmp_path / "words.txt", 4000)
     found = samples(tokenizer, path, num_samples=40)

@@ -180,6 +180,8 @@ def test_against_takes_what_an_export_was_allowed(bundle, data, monkeypatch):
             "--retrieval-length and --no-retrieval: the one has no effect",
         ),
         (("--revision", "v2"), "--revision: expected --against with it"),
+        (("--offline",), "--offline: expected --against with it"),
+        (("--prefill", "full"), "--prefill full: expected --against, or the bundle is compared with itself"),
     ],
 )
 def test_flags_without_effect_are_refused(bundle, data, capsys, flags, message):

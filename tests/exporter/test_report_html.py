@@ -90,9 +90,11 @@ def test_every_number_shown_is_that_of_report_json(which, request):
         wanted = look_up(report, path)
         assert json.loads(value) == wanted, path
         if isinstance(wanted, int | float):
-            number = float(re.match(r"[-\d.,e+]+", shown)[0].replace(",", ""))
+            digits = re.match(r"[-\d.,e+]+", shown)[0].replace(",", "")
+            mantissa, _, exponent = digits.partition("e")
+            last_place = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
             scale = 100 if "%" in shown else 1
-            assert number == pytest.approx(wanted * scale, rel=0.06, abs=0.06), path
+            assert float(digits) == pytest.approx(wanted * scale, rel=1e-9, abs=0.501 * last_place), path
 
 
 def test_the_bundle_holds_the_page_of_its_report(exported_bundle, report):

@@ -209,12 +209,12 @@ def test_k_and_v_cost_the_same_fused_or_not():
     assert costs[0] == costs[1]
 
 
-def test_experts_count_as_far_as_they_are_used():
+def test_every_expert_counts_as_the_graph_computes_them_all():
     settings = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16, decoder_sparse_step=1)
     model = tiny_model(transformers.Qwen3MoeConfig(**TINY, **settings))
     (cost, *_) = layer_costs(model, find_kv_projections(model), kv_layout(model))
     attention, router, experts = 64 * 64 * 2 + 64 * 32 * 2, 64 * 4, 4 * 3 * 64 * 32
-    assert cost.linear == 2 * (attention + router + experts / 2)
+    assert cost.linear == 2 * (attention + router + experts)
 
 
 def test_predicted_speedup_prices_windows_and_surrogates():

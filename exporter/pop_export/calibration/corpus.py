@@ -67,6 +67,7 @@ def calibration_samples(
     sources = [read_source(item, tokenizer, offline=offline) for item in data] or [default_source(tokenizer)]
     if with_docstrings and not data:
         sources.append(docstring_source(tokenizer))
+    sources = _without_repetition(sources)
     wanted = num_samples + num_held_out
     found = [
         list(islice(_windows(tokenizer, source, length, np.random.default_rng([seed, index])), wanted))
@@ -94,6 +95,22 @@ def calibration_samples(
         sha256=_sha256(windows),
         held_out_sources=tuple(sources[index].name for index, _ in chosen[num_used:]),
     )
+
+
+def _without_repetition(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources without texts that an earlier one has too: what is kept aside must not be fitted on."""
+    seen: set[Text] = set()
+    distinct = []
+    for source in sources:
+        texts = tuple(text for text in source.texts if text not in seen)
+        if not texts:
+            raise UsageError(
+                f"--calibration-data {source.name}: expected text of its own, found only what is given before it; "
+                "drop it"
+            )
+        seen.update(texts)
+        distinct.append(Source(source.name, texts))
+    return distinct
 
 
 def _take_in_turns(found: Sequence[Sequence[np.ndarray]], wanted: int) -> list[tuple[int, np.ndarray]]:

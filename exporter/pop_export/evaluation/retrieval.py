@@ -79,9 +79,9 @@ def make_tasks(model: Model, documents: Sequence[Document], length: int, keys_pe
     """
     assert model.tokenizer is not None
     random, tasks = np.random.default_rng(seed), list[Task]()
-    for _ in range(keys_per_depth):
-        for depth in DEPTHS:
-            document = documents[len(tasks) % len(documents)]
+    for turn in range(keys_per_depth):
+        for place, depth in enumerate(DEPTHS):
+            document = documents[(turn + place) % len(documents)]  # each depth in each document in turn
             noun, key = NOUNS[random.integers(len(NOUNS))], str(random.integers(10_000, 100_000))
             tasks.append(_task(model, document, length, depth, noun, key, random))
     return tasks

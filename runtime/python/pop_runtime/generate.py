@@ -53,6 +53,7 @@ class Generation(Iterator[Token]):
         self.tokens: list[Token] = []  # handed out
         self.prompt_logprobs: list[float | None] | None = None  # nats, None for the first; None unless asked for
         seen = [*sequence.token_ids, *request.prompt_token_ids]
+        self._has_text = tokenizer is not None
         self._answer = Answer(request, tokenizer, sequence.vocab_size, seen)
         self._stop_reason: StopReason | None = None
         self._cancellation = Cancellation()
@@ -169,7 +170,7 @@ class Generation(Iterator[Token]):
     def _num_kept(self) -> int:
         """Return how many of the tokens handed out stay in the sequence."""
         num_chosen, kept = len(self.token_ids), len(self.tokens)
-        if kept < num_chosen:  # left: perhaps among the tokens of one character
+        if self._has_text and kept < num_chosen:  # left: perhaps among the tokens of one character
             while kept and not self.tokens[kept - 1].text:
                 kept -= 1
         return min(kept, num_chosen - self._answer.num_cut_tokens)
