@@ -32,14 +32,10 @@ Parsed parse_arguments(int argc, char** argv) {
     app.add_flag("--raw", arguments.raw, "do not apply the chat template");
     app.add_option("--system", arguments.system, "a system message before the prompt")->type_name("TEXT");
     app.add_option("--prefill-chunk-tokens", generate.prefill_chunk_tokens, "read so many at once (default 512)");
-    const auto take_stop = [&](const CLI::results_t& texts) {  // as they are: an empty one is to be refused
-        generate.stop = texts;
-        return true;
-    };
-    app.add_option("--stop", take_stop, "end before this text; repeat for several")
-        ->type_name("TEXT")
-        ->expected(1)
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+    auto* stop = app.add_option("--stop", "end before this text; repeat for several")
+                     ->type_name("TEXT")
+                     ->expected(1)
+                     ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     auto* logprobs =
         app.add_option("--logprobs", generate.logprobs, "with --json: log-probabilities, of N likeliest too");
     auto* prompt_logprobs = app.add_flag("--prompt-logprobs", generate.prompt_logprobs,
@@ -77,5 +73,7 @@ Parsed parse_arguments(int argc, char** argv) {
         return {std::nullopt, pop::UsageError("").exit_code()};
     }
     arguments.load.verify = !no_verify;
+    // The texts as they were given: converted ones take {} for an empty list, which CLI11 writes as {} and %%.
+    if (stop->count() > 0) generate.stop = stop->results();
     return {arguments, 0};
 }
