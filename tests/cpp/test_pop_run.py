@@ -225,6 +225,37 @@ def test_weights_outside_the_weights_file_are_refused(
     assert message in done.err
 
 
+def _set_length(tensor: onnx.TensorProto, value: str) -> None:
+    next(entry for entry in tensor.external_data if entry.key == "length").value = value
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda graph, embed: _set_length(embed, "4"),
+        lambda graph, embed: embed.dims.__setitem__(0, 10**12),
+        lambda graph, embed: embed.dims.extend([10**12, 10**12]),
+        lambda graph, embed: embed.dims.__setitem__(0, -1),
+        lambda graph, embed: setattr(embed, "data_type", 99),
+        lambda graph, embed: setattr(embed, "data_type", onnx.TensorProto.STRING),
+        lambda graph, embed: graph.initializer.append(embed),
+    ],
+    ids=["length", "large", "overflow", "negative", "type", "string", "twice"],
+)
+def test_external_data_that_does_not_fit_its_tensor_names_the_graph(
+    altered: Path, pop_run: PopRun, damage: Callable[[onnx.GraphProto, onnx.TensorProto], object]
+) -> None:
+    # ended with exit 1 and no file named
+    path = altered / "decode.onnx"
+    model = onnx.load(path, load_external_data=False)
+    damage(model.graph, next(tensor for tensor in model.graph.initializer if tensor.name == "embed"))
+    path.write_bytes(model.SerializeToString())
+    done = pop_run(altered, "--ids", "5", "--no-verify")
+    assert (done.code, done.out) == (errors.BackendError.exit_code, "")
+    assert "decode.onnx, embed: expected a tensor that ONNX Runtime takes, found" in done.err
+    assert done.err.count("\n") == 1
+
+
 def test_a_graph_that_does_not_load_is_a_backend_error(altered: Path, pop_run: PopRun) -> None:
     path = altered / "decode.onnx"
     model = onnx.load(path, load_external_data=False)
