@@ -309,6 +309,21 @@ def test_settings_without_effect_are_noted(bundle: Path, pop_run: PopRun) -> Non
     assert done.code == 0 and "--top-k has no effect on greedy choice" in done.err
 
 
+@pytest.mark.parametrize("flags", [("--ids", "5,6", "--json"), ("--ids", "5,6", "--stats"), ("--help",)])
+def test_output_that_is_lost_is_one_line_and_exit_code_1(bundle: Path, flags: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:  # ended with 0
+        done = subprocess.run([PROGRAM, bundle, *flags], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "pop_run: error: stdout: cannot write: No space left on device\n"
+
+
+@pytest.mark.parametrize("flags", [("--json",), ()])
+def test_a_closed_stdout_is_no_error(bundle: Path, flags: tuple[str, ...]) -> None:
+    command = ["sh", "-c", 'exec "$0" "$@" >&-', PROGRAM, bundle, "--ids", "5,6", *flags]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_error_kinds_have_the_exit_codes_of_python() -> None:
     header = (REPOSITORY / "runtime/cpp/include/pop/error.h").read_text()
     for kind in (errors.UsageError, errors.ModelError, errors.BackendError, errors.GateError):
