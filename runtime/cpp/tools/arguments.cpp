@@ -16,7 +16,7 @@ exit codes: 0 done, 2 usage, 3 bundle, 4 ONNX Runtime, 130 interrupted)";
 
 }  // namespace
 
-Parsed parse_arguments(int argc, char** argv) {
+std::optional<Arguments> parse_arguments(int argc, char** argv) {
     Arguments arguments;
     auto& generate = arguments.generate;
     bool no_verify = false;
@@ -67,13 +67,13 @@ Parsed parse_arguments(int argc, char** argv) {
     try {
         app.parse(argc, argv);
     } catch (const CLI::Success& told) {  // help or version
-        return {std::nullopt, app.exit(told)};
+        app.exit(told);
+        return std::nullopt;
     } catch (const CLI::ParseError& error) {
-        app.exit(error);  // prints it
-        return {std::nullopt, pop::UsageError("").exit_code()};
+        throw pop::UsageError(std::string(error.what()) + "; see pop_run --help");
     }
     arguments.load.verify = !no_verify;
     // The texts as they were given: converted ones take {} for an empty list, which CLI11 writes as {} and %%.
     if (stop->count() > 0) generate.stop = stop->results();
-    return {arguments, 0};
+    return arguments;
 }

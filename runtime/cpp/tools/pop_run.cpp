@@ -242,20 +242,25 @@ int run(const Arguments& arguments) {
     return answer.stop_reason == pop::StopReason::cancelled ? 130 : 0;
 }
 
+// Prints an error as one line, whatever a message repeats of the command line, and returns its exit code.
+int fail(std::string message, int exit_code) {
+    std::replace(message.begin(), message.end(), '\n', ' ');
+    std::cerr << "pop_run: error: " << message << '\n';
+    return exit_code;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     try {
         cover_closed_output();
-        const auto parsed = parse_arguments(argc, argv);
-        if (parsed.arguments) return run(*parsed.arguments);
+        const auto arguments = parse_arguments(argc, argv);
+        if (arguments) return run(*arguments);
         flush_output();  // of --help
-        return parsed.exit_code;
+        return 0;
     } catch (const pop::Error& error) {
-        std::cerr << "pop_run: error: " << error.what() << '\n';
-        return error.exit_code();
+        return fail(error.what(), error.exit_code());
     } catch (const std::exception& error) {
-        std::cerr << "pop_run: error: " << error.what() << '\n';
-        return 1;
+        return fail(error.what(), 1);
     }
 }
