@@ -121,10 +121,11 @@ def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
         (["--ids", "5", "--prefill", "full", "--boundary-tokens", "4"], "--boundary-tokens: expected --prefill pop"),
         (["--ids", "5\n+6"], "--ids: expected whole numbers such as 5,6,7, found '5 +6'"),
         (["--ids", "5 +6"], "--ids: expected whole numbers such as 5,6,7, found '5 +6'"),
-        (["--ids", "5", "--seed", "-1"], "--seed"),
-        (["--ids", "5", "--seed", "18446744073709551616"], "--seed"),
+        (["--ids", "5", "--seed", "-1"], "--seed: expected a whole number of 0..18446744073709551615, found '-1'"),
+        (["--ids", "5", "--seed", "18446744073709551616"], "--seed: expected a whole number of 0.."),
+        (["--ids", "5", "--top-p", "x"], "--top-p: expected a number, found 'x'; change it or leave it out"),
         (["--ids", "5", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
-        (["--ids", "5", "--prefill", "half"], "--prefill"),
+        (["--ids", "5", "--prefill", "half"], "--prefill: expected pop or full, found 'half'"),
         (["--ids", "5", "--prefill-chunk-tokens", "0"], "prefill_chunk_tokens: expected at least 1"),
         (["--ids", "5", "--stop", "x"], "stop: expected a byte-level tokenizer"),
         (["--ids", "5", "--logprobs", "1"], "--json"),
@@ -134,6 +135,8 @@ def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
         (["--ids", "5", "--temperature", "-1"], "temperature: expected a number of at least 0"),
         (["--ids", "5", "--boundary-tokens", "0"], "boundary_tokens: expected at least 1"),
         (["--ids", "5", "--no-such-flag"], "--no-such-flag; see pop_run --help"),
+        (["--ids", "5", "--json=no"], "--json: expected no value, found 'no'"),
+        (["--ids", "--json"], "--ids: expected a value, found '--json'"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(
@@ -143,6 +146,79 @@ def test_a_usage_error_is_one_line_and_exit_code_2(
     assert (done.code, done.out) == (errors.UsageError.exit_code, "")
     assert done.err.startswith("pop_run: error: ") and done.err.count("\n") == 1
     assert message in done.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-new-tokens", "010"],  # was 8
+        ["--max-new-tokens", " 3\n"],
+        ["--max-new-tokens=3"],
+        ["--seed", "+7"],
+        ["--seed", "-0"],
+        ["--seed", "1_0"],
+        ["--seed", "18446744073709551615"],
+        ["--seed", "1", "--seed", "2"],  # was refused
+        ["--temperature", "0.5", "--temperature", "1", "--prefill", "full", "--prefill", "pop"],
+        ["--temperature", ".5"],
+        ["--temperature", "5."],
+        ["--temperature", "+1_0e-1_0"],
+        ["--temperature", "1e-999"],  # 0 to both
+        ["--ids", "9", "--ids", "5,6", "--device", "0", "--device", "00", "--ep", "x", "--ep", "cpu"],
+        ["--raw", "--system", "x", "--system", "y"],
+        ["--ignore-eos", "--ignore-eos", "--json", "--low-memory", "--low-memory"],
+        *[
+            [flag, text]
+            for flag in ("--seed", "--threads", "--sink-tokens", "--boundary-tokens", "--prefill-chunk-tokens")
+            for text in ("", " ")
+        ],
+        *[[flag, ""] for flag in ("--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty")],
+        *[[flag, ""] for flag in ("--logprobs", "--max-new-tokens", "--device", "--prefill", "--ep")],
+        *[["--seed", text] for text in ("0x3", "0b11", "1'0", "1__0", "_1", "1_", "+-1", "- 1", "+ 1", "1.0", "1e3")],
+        *[["--seed", text] for text in ("-1", "18446744073709551616", "+", "{}", "[1]", "5\n6", "true")],
+        *[["--temperature", text] for text in ("0x1", "0x1p3", "1,5", "nan", "-inf", "1e999", "1'0", "1 2", "e5", ".")],
+        *[["--prefill", text] for text in ("0", "1", "POP")],
+        ["--seed", "x", "--seed", "2"],
+        ["--prefill", "half", "--prefill", "pop"],
+        ["--ignore-eos=false"],
+        ["--ignore-eos="],
+        ["--json=0"],
+        ["--seed="],
+        ["--seed=", "5"],
+        ["--stop", "--ignore-eos"],
+        ["--no\nflag"],
+    ],
+    ids=" ".join,
+)
+def test_arguments_are_read_as_in_python(
+    bundle: Path, pop_run: PopRun, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    # CLI11 ignored empty numbers and read numbers and names by rules of its own
+    command = [str(bundle), "--ids", "5,6", "--json", "--seed", "3", *flags]
+    done = pop_run(*command)
+    try:
+        code = cli.main([*command, "--threads", "1"])
+    except SystemExit as refused:
+        code = int(str(refused.code))
+    wanted = capsys.readouterr()
+    assert done.code == code, done.err
+    if code == 0:
+        found, expected = done.json, json.loads(wanted.out)
+        for name in ("prompt_token_ids", "new_token_ids", "settings", "ep", "device"):
+            assert found[name] == expected[name]
+    else:
+        assert (code, done.out) == (errors.UsageError.exit_code, "")
+        assert done.err.startswith("pop_run: error: ") and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["2147483648", "99999999999999999999"])
+def test_more_threads_than_onnx_runtime_counts_are_refused(bundle: Path, pop_run: PopRun, text: str) -> None:
+    done = pop_run(bundle, "--ids", "5", "--threads", text)
+    assert (done.code, done.out) == (errors.UsageError.exit_code, "")
+    assert done.err == (
+        f"pop_run: error: --threads: expected a whole number of -2147483648..2147483647, found '{text}'; "
+        "change it or leave it out\n"
+    )
 
 
 def test_the_cpu_is_taken_by_name(bundle: Path, pop_run: PopRun) -> None:

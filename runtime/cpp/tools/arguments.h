@@ -20,5 +20,6 @@ struct Arguments {
     bool json = false;
 };
 
-// Returns the arguments; none after --help or --version, which it prints. Throws UsageError.
+// Returns the arguments, read as Python's argparse reads those of pop-run; none after --help or --version, which it
+// prints. Throws UsageError.
 std::optional<Arguments> parse_arguments(int argc, char** argv);
