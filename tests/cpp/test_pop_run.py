@@ -91,9 +91,11 @@ def test_the_version_is_that_of_the_package(pop_run: PopRun) -> None:
 def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
     done = pop_run("--help")
     assert done.code == 0
-    flags = {flag for action in make_parser()._actions for flag in action.option_strings if flag.startswith("--")}
-    missing = {flag for flag in flags if flag not in done.out}
-    assert missing == {"--chat", "--engine", "--cuda-graphs"}  # no tokenizer, no provider but the CPU
+    lines = [line.split() for line in done.out.splitlines() if line.startswith("  -")]
+    shown = {flag for words in lines for flag in words[0].split(",")}  # not in examples or within a longer name
+    flags = {flag for action in make_parser()._actions for flag in action.option_strings}
+    assert flags - shown == {"--chat", "--engine", "--cuda-graphs"}  # no tokenizer, no provider but the CPU
+    assert shown <= flags
 
 
 @pytest.mark.parametrize(
@@ -117,11 +119,13 @@ def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
             "--sink-tokens: expected --prefill pop, found full",
         ),
         (["--ids", "5", "--prefill", "full", "--boundary-tokens", "4"], "--boundary-tokens: expected --prefill pop"),
+        (["--ids", "5\n+6"], "--ids: expected whole numbers such as 5,6,7, found '5 +6'"),
         (["--ids", "5 +6"], "--ids: expected whole numbers such as 5,6,7, found '5 +6'"),
-        (["--ids", "5", "--seed", "-1"], "--seed"),
-        (["--ids", "5", "--seed", "18446744073709551616"], "--seed"),
+        (["--ids", "5", "--seed", "-1"], "--seed: expected a whole number of 0..18446744073709551615, found '-1'"),
+        (["--ids", "5", "--seed", "18446744073709551616"], "--seed: expected a whole number of 0.."),
+        (["--ids", "5", "--top-p", "x"], "--top-p: expected a number, found 'x'; change it or leave it out"),
         (["--ids", "5", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
-        (["--ids", "5", "--prefill", "half"], "--prefill"),
+        (["--ids", "5", "--prefill", "half"], "--prefill: expected pop or full, found 'half'"),
         (["--ids", "5", "--prefill-chunk-tokens", "0"], "prefill_chunk_tokens: expected at least 1"),
         (["--ids", "5", "--stop", "x"], "stop: expected a byte-level tokenizer"),
         (["--ids", "5", "--logprobs", "1"], "--json"),
@@ -130,7 +134,9 @@ def test_help_shows_every_flag_of_the_python_command(pop_run: PopRun) -> None:
         (["--ids", "5", "--top-p", "1.5"], "top_p: expected a number above 0 and at most 1"),
         (["--ids", "5", "--temperature", "-1"], "temperature: expected a number of at least 0"),
         (["--ids", "5", "--boundary-tokens", "0"], "boundary_tokens: expected at least 1"),
-        (["--ids", "5", "--no-such-flag"], "--no-such-flag"),
+        (["--ids", "5", "--no-such-flag"], "--no-such-flag; see pop_run --help"),
+        (["--ids", "5", "--json=no"], "--json: expected no value, found 'no'"),
+        (["--ids", "--json"], "--ids: expected a value, found '--json'"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(
@@ -138,7 +144,81 @@ def test_a_usage_error_is_one_line_and_exit_code_2(
 ) -> None:
     done = pop_run(bundle, *flags)
     assert (done.code, done.out) == (errors.UsageError.exit_code, "")
+    assert done.err.startswith("pop_run: error: ") and done.err.count("\n") == 1
     assert message in done.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-new-tokens", "010"],  # was 8
+        ["--max-new-tokens", " 3\n"],
+        ["--max-new-tokens=3"],
+        ["--seed", "+7"],
+        ["--seed", "-0"],
+        ["--seed", "1_0"],
+        ["--seed", "18446744073709551615"],
+        ["--seed", "1", "--seed", "2"],  # was refused
+        ["--temperature", "0.5", "--temperature", "1", "--prefill", "full", "--prefill", "pop"],
+        ["--temperature", ".5"],
+        ["--temperature", "5."],
+        ["--temperature", "+1_0e-1_0"],
+        ["--temperature", "1e-999"],  # 0 to both
+        ["--ids", "9", "--ids", "5,6", "--device", "0", "--device", "00", "--ep", "x", "--ep", "cpu"],
+        ["--raw", "--system", "x", "--system", "y"],
+        ["--ignore-eos", "--ignore-eos", "--json", "--low-memory", "--low-memory"],
+        *[
+            [flag, text]
+            for flag in ("--seed", "--threads", "--sink-tokens", "--boundary-tokens", "--prefill-chunk-tokens")
+            for text in ("", " ")
+        ],
+        *[[flag, ""] for flag in ("--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty")],
+        *[[flag, ""] for flag in ("--logprobs", "--max-new-tokens", "--device", "--prefill", "--ep")],
+        *[["--seed", text] for text in ("0x3", "0b11", "1'0", "1__0", "_1", "1_", "+-1", "- 1", "+ 1", "1.0", "1e3")],
+        *[["--seed", text] for text in ("-1", "18446744073709551616", "+", "{}", "[1]", "5\n6", "true")],
+        *[["--temperature", text] for text in ("0x1", "0x1p3", "1,5", "nan", "-inf", "1e999", "1'0", "1 2", "e5", ".")],
+        *[["--prefill", text] for text in ("0", "1", "POP")],
+        ["--seed", "x", "--seed", "2"],
+        ["--prefill", "half", "--prefill", "pop"],
+        ["--ignore-eos=false"],
+        ["--ignore-eos="],
+        ["--json=0"],
+        ["--seed="],
+        ["--seed=", "5"],
+        ["--stop", "--ignore-eos"],
+        ["--no\nflag"],
+    ],
+    ids=" ".join,
+)
+def test_arguments_are_read_as_in_python(
+    bundle: Path, pop_run: PopRun, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    # CLI11 ignored empty numbers and read numbers and names by rules of its own
+    command = [str(bundle), "--ids", "5,6", "--json", "--seed", "3", *flags]
+    done = pop_run(*command)
+    try:
+        code = cli.main([*command, "--threads", "1"])
+    except SystemExit as refused:
+        code = int(str(refused.code))
+    wanted = capsys.readouterr()
+    assert done.code == code, done.err
+    if code == 0:
+        found, expected = done.json, json.loads(wanted.out)
+        for name in ("prompt_token_ids", "new_token_ids", "settings", "ep", "device"):
+            assert found[name] == expected[name]
+    else:
+        assert (code, done.out) == (errors.UsageError.exit_code, "")
+        assert done.err.startswith("pop_run: error: ") and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["2147483648", "99999999999999999999"])
+def test_more_threads_than_onnx_runtime_counts_are_refused(bundle: Path, pop_run: PopRun, text: str) -> None:
+    done = pop_run(bundle, "--ids", "5", "--threads", text)
+    assert (done.code, done.out) == (errors.UsageError.exit_code, "")
+    assert done.err == (
+        f"pop_run: error: --threads: expected a whole number of -2147483648..2147483647, found '{text}'; "
+        "change it or leave it out\n"
+    )
 
 
 def test_the_cpu_is_taken_by_name(bundle: Path, pop_run: PopRun) -> None:
@@ -225,6 +305,37 @@ def test_weights_outside_the_weights_file_are_refused(
     assert message in done.err
 
 
+def _set_length(tensor: onnx.TensorProto, value: str) -> None:
+    next(entry for entry in tensor.external_data if entry.key == "length").value = value
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda graph, embed: _set_length(embed, "4"),
+        lambda graph, embed: embed.dims.__setitem__(0, 10**12),
+        lambda graph, embed: embed.dims.extend([10**12, 10**12]),
+        lambda graph, embed: embed.dims.__setitem__(0, -1),
+        lambda graph, embed: setattr(embed, "data_type", 99),
+        lambda graph, embed: setattr(embed, "data_type", onnx.TensorProto.STRING),
+        lambda graph, embed: graph.initializer.append(embed),
+    ],
+    ids=["length", "large", "overflow", "negative", "type", "string", "twice"],
+)
+def test_external_data_that_does_not_fit_its_tensor_names_the_graph(
+    altered: Path, pop_run: PopRun, damage: Callable[[onnx.GraphProto, onnx.TensorProto], object]
+) -> None:
+    # ended with exit 1 and no file named
+    path = altered / "decode.onnx"
+    model = onnx.load(path, load_external_data=False)
+    damage(model.graph, next(tensor for tensor in model.graph.initializer if tensor.name == "embed"))
+    path.write_bytes(model.SerializeToString())
+    done = pop_run(altered, "--ids", "5", "--no-verify")
+    assert (done.code, done.out) == (errors.BackendError.exit_code, "")
+    assert "decode.onnx, embed: expected a tensor that ONNX Runtime takes, found" in done.err
+    assert done.err.count("\n") == 1
+
+
 def test_a_graph_that_does_not_load_is_a_backend_error(altered: Path, pop_run: PopRun) -> None:
     path = altered / "decode.onnx"
     model = onnx.load(path, load_external_data=False)
@@ -276,6 +387,21 @@ def test_a_do_sample_that_is_no_truth_value_is_refused_as_in_python(
 def test_settings_without_effect_are_noted(bundle: Path, pop_run: PopRun) -> None:
     done = pop_run(bundle, "--ids", "5", "--json", "--top-k", 3)
     assert done.code == 0 and "--top-k has no effect on greedy choice" in done.err
+
+
+@pytest.mark.parametrize("flags", [("--ids", "5,6", "--json"), ("--ids", "5,6", "--stats"), ("--help",)])
+def test_output_that_is_lost_is_one_line_and_exit_code_1(bundle: Path, flags: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:  # ended with 0
+        done = subprocess.run([PROGRAM, bundle, *flags], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "pop_run: error: stdout: cannot write: No space left on device\n"
+
+
+@pytest.mark.parametrize("flags", [("--json",), ()])
+def test_a_closed_stdout_is_no_error(bundle: Path, flags: tuple[str, ...]) -> None:
+    command = ["sh", "-c", 'exec "$0" "$@" >&-', PROGRAM, bundle, "--ids", "5,6", *flags]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_error_kinds_have_the_exit_codes_of_python() -> None:

@@ -68,6 +68,14 @@ def test_stop_strings_of_generation_config_count(tmp_path: Path, pop_run: PopRun
     assert pop_run(folder, "--ids", "5,6", "--json", "--stop", "c").json["settings"]["stop"] == ["c"]
 
 
+@pytest.mark.parametrize("stop", [["{}"], ["%%"], ["[a,b]"], ["{}", "%%"], ["[]", "x"]])
+def test_a_stop_string_is_taken_as_it_is_written(folder: Path, pop_run: PopRun, stop: list[str]) -> None:
+    # {} came with a second one, %%: CLI11 writes an empty list as these two
+    flags = [part for text in stop for part in ("--stop", text)]
+    found = pop_run(folder, "--ids", "5", "--json", "--max-new-tokens", 1, *flags).json
+    assert found["settings"]["stop"] == stop
+
+
 @pytest.mark.parametrize("stop", ["", b"\xff"])
 def test_a_stop_string_that_is_no_text_is_refused(folder: Path, stop: str | bytes) -> None:
     done = subprocess.run([PROGRAM, folder, "--ids", "5", "--json", "--stop", stop], capture_output=True, text=True)

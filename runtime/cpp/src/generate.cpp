@@ -7,11 +7,20 @@
 
 namespace pop::internal {
 
+std::size_t num_kept(const std::vector<Token>& handed_out, std::size_t num_chosen, std::size_t num_cut, bool has_text) {
+    auto kept = handed_out.size();
+    if (has_text && kept < num_chosen) {  // perhaps left among the tokens of one character
+        while (kept > 0 && handed_out[kept - 1].text.empty()) --kept;
+    }
+    return std::min(kept, num_chosen - num_cut);
+}
+
 Generation::Generation(Sequence& sequence, const Manifest& manifest, const ByteLevelDecoder* decoder,
                        const Cancellation& cancellation, std::int64_t limit_tokens, Answer& answer)
     : sequence_(sequence),
       cancellation_(cancellation.state()),
       answer_(answer),
+      has_text_(decoder != nullptr),
       choice_(answer.settings, decoder, manifest.vocab_size, limit_tokens) {
     choice_.see(sequence.token_ids());
     choice_.see(answer.prompt_token_ids);
@@ -55,10 +64,8 @@ void Generation::advance() {
 }
 
 void Generation::hand_out(const OnToken& on_token) {
-    num_handed_out_ = 0;
     for (auto& token : settled_) {
         if (cancellation_.is_cancelled) return;
-        ++num_handed_out_;
         answer_.tokens.push_back(std::move(token));
         if (on_token) on_token(answer_.tokens.back());
     }
@@ -68,27 +75,20 @@ void Generation::hand_out(const OnToken& on_token) {
 void Generation::finish() {
     auto& ids = answer_.token_ids;
     ids = choice_.token_ids();
-    const bool is_whole = choice_.stop_reason() && ids.size() == answer_.tokens.size();
+    const auto num_chosen = ids.size();
+    const bool is_whole = choice_.stop_reason() && num_chosen == answer_.tokens.size();
     answer_.stop_reason = is_whole ? *choice_.stop_reason() : StopReason::cancelled;
-    ids.resize(std::min(ids.size(), answer_.tokens.size()));
-    if (choice_.stops().matched() != nullptr) answer_.stop_string = *choice_.stops().matched();
+    ids.resize(std::min(num_chosen, answer_.tokens.size()));
+    const auto& stops = choice_.stops();
+    if (answer_.stop_reason == StopReason::stop) answer_.stop_string = *stops.matched();
     auto& stats = answer_.stats;
     if (has_begun_) {
-        const auto kept = stats.num_past_tokens + stats.num_prompt_tokens + static_cast<std::int64_t>(num_kept());
-        sequence_.rewind(std::min(kept, sequence_.size()));
+        const auto kept = num_kept(answer_.tokens, num_chosen, stops.num_cut_tokens(), has_text_);
+        const auto start = stats.num_past_tokens + stats.num_prompt_tokens;
+        sequence_.rewind(std::min(start + static_cast<std::int64_t>(kept), sequence_.size()));
     }
     stats.num_new_tokens = static_cast<std::int64_t>(ids.size());
     if (num_steps_ > 0) stats.tokens_per_second = 1e3 * static_cast<double>(num_steps_) / decode_ms_;
-}
-
-// Returns how many of the tokens handed out stay in the sequence.
-std::size_t Generation::num_kept() const {
-    auto kept = answer_.tokens.size();
-    if (answer_.stop_reason == StopReason::stop) return kept - choice_.stops().num_cut_tokens();
-    if (num_handed_out_ < settled_.size()) {  // left among the tokens of one character
-        while (kept > 0 && answer_.tokens[kept - 1].text.empty()) --kept;
-    }
-    return kept;
 }
 
 // Feeds the prompt and returns the logits after it, [V].

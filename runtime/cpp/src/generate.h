@@ -7,6 +7,13 @@
 
 namespace pop::internal {
 
+// Returns how many tokens of an answer stay in the sequence: those handed out, less those at the end that are only a
+// part of a character whose rest was not handed out, and less those that reach into a stop string.
+//
+// num_cut: how many of the last tokens chosen reach into a stop string. has_text: whether tokens come with text;
+// without it an empty one says nothing about characters.
+std::size_t num_kept(const std::vector<Token>& handed_out, std::size_t num_chosen, std::size_t num_cut, bool has_text);
+
 // One answer to a turn of a sequence, which has room for both.
 class Generation {
 public:
@@ -28,14 +35,13 @@ private:
     void hand_out(const OnToken& on_token);
     void finish();
     const std::vector<float>& read_turn();
-    std::size_t num_kept() const;
 
     Sequence& sequence_;
     const Cancellation::State& cancellation_;
     Answer& answer_;
+    bool has_text_;
     Choice choice_;
     std::vector<Token> settled_;  // to be handed out
-    std::size_t num_handed_out_ = 0;
     bool has_begun_ = false;
     double decode_ms_ = 0.0;
     std::int64_t num_steps_ = 0;

@@ -14,6 +14,7 @@ namespace pop::internal {
 namespace {
 
 constexpr double kRemoved = -std::numeric_limits<double>::infinity();
+constexpr double kHighest = std::numeric_limits<double>::max();
 
 // The range of each setting, in words and as a rule.
 struct Range {
@@ -136,6 +137,8 @@ std::vector<double> process_logits(const std::vector<float>& logits, const std::
     if (const auto penalty = settings.repetition_penalty; penalty != 1.0) {
         for (std::size_t id = 0; id < scores.size(); ++id) {
             if (seen[id]) scores[id] = scores[id] < 0 ? scores[id] * penalty : scores[id] / penalty;
+            // An extreme penalty makes them infinite, and the highest less itself would be NaN.
+            scores[id] = std::clamp(scores[id], -kHighest, kHighest);
         }
     }
     if (!settings.do_sample) return scores;
@@ -181,6 +184,14 @@ std::uint64_t split_mix_64(std::uint64_t& state) {
     return bits ^ (bits >> 31U);
 }
 
+std::size_t drawn_token(std::vector<double> scores, double uniform) {
+    double running = 0.0;
+    for (auto& score : scores) score = running += std::exp(score);
+    auto found = std::upper_bound(scores.begin(), scores.end(), uniform * running);
+    if (found == scores.end()) found = std::lower_bound(scores.begin(), scores.end(), running);  // the last of a chance
+    return static_cast<std::size_t>(found - scores.begin());
+}
+
 std::int64_t Sampler::choose(const std::vector<float>& logits) {
     std::size_t token = 0;
     bool has_nan = false;
@@ -192,7 +203,7 @@ std::int64_t Sampler::choose(const std::vector<float>& logits) {
         throw BackendError(message("decode graph, logits", "finite numbers", "NaN or infinity", "re-run pop-export"));
     }
     if (settings_.do_sample || settings_.repetition_penalty != 1.0) {
-        auto scores = process_logits(logits, seen_, settings_);
+        const auto scores = process_logits(logits, seen_, settings_);
         token = settings_.do_sample
                     ? draw(scores)
                     : static_cast<std::size_t>(std::max_element(scores.begin(), scores.end()) - scores.begin());
@@ -201,13 +212,9 @@ std::int64_t Sampler::choose(const std::vector<float>& logits) {
     return static_cast<std::int64_t>(token);
 }
 
-// Returns the token at which the running sum of the probabilities, in id order, passes a uniform number.
-std::size_t Sampler::draw(std::vector<double>& scores) {
-    double running = 0.0;
-    for (auto& score : scores) score = running += std::exp(score);
+std::size_t Sampler::draw(const std::vector<double>& scores) {
     const auto uniform = static_cast<double>(split_mix_64(state_) >> 11U) * 0x1p-53;  // [0, 1)
-    const auto found = std::upper_bound(scores.begin(), scores.end(), uniform * running);
-    return static_cast<std::size_t>(found - scores.begin());
+    return drawn_token(scores, uniform);
 }
 
 }  // namespace pop::internal

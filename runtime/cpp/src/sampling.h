@@ -41,6 +41,12 @@ std::vector<std::int64_t> likeliest(const std::vector<double>& scores, std::int6
 // Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 std::uint64_t split_mix_64(std::uint64_t& state);
 
+// Returns the token at which the running sum of the probabilities, in id order, passes `uniform` times the whole sum,
+// or the last one with a probability above 0 if rounding leaves none.
+//
+// scores: [V], as `process_logits` gives them: the highest is 0. uniform: in [0, 1).
+std::size_t drawn_token(std::vector<double> scores, double uniform);
+
 // Chooses the tokens of one sequence; remembers which ids were seen and where its random numbers are.
 class Sampler {
 public:
@@ -55,7 +61,7 @@ public:
     std::int64_t choose(const std::vector<float>& logits);
 
 private:
-    std::size_t draw(std::vector<double>& scores);
+    std::size_t draw(const std::vector<double>& scores);
 
     SamplingSettings settings_;
     std::vector<bool> seen_;

@@ -68,10 +68,14 @@ void SharedWeights::give(const std::string& graph, Ort::SessionOptions& options)
         }
         // The session only reads: the API has no const form.
         auto* const data = const_cast<char*>(file_.bytes().data() + tensor.offset);  // NOLINT
-        values_.push_back(Ort::Value::CreateTensor(memory, data, static_cast<std::size_t>(tensor.length),
-                                                   tensor.dims.data(), tensor.dims.size(),
-                                                   static_cast<ONNXTensorElementDataType>(tensor.data_type)));
-        options.AddInitializer(tensor.name.c_str(), values_.back());
+        try {
+            values_.push_back(Ort::Value::CreateTensor(memory, data, static_cast<std::size_t>(tensor.length),
+                                                       tensor.dims.data(), tensor.dims.size(),
+                                                       static_cast<ONNXTensorElementDataType>(tensor.data_type)));
+            options.AddInitializer(tensor.name.c_str(), values_.back());
+        } catch (const Ort::Exception& error) {
+            throw backend_error(place, "a tensor that ONNX Runtime takes", error);
+        }
     }
 }
 

@@ -38,7 +38,8 @@ public:
 
     // Lets the session of a graph take its weights from here.
     //
-    // Throws ModelError: the graph's external data is not in the weights file.
+    // Throws ModelError: the graph's external data is not in the weights file. BackendError: ONNX Runtime refuses the
+    // type, the shape or the size of a tensor, or a second one of a name.
     void give(const std::string& graph, Ort::SessionOptions& options);
 
     // Returns a session for a graph whose weights were given to `options`. From any number of threads.

@@ -20,10 +20,6 @@ struct Arguments {
     bool json = false;
 };
 
-// Returns the arguments, or the exit code if there is nothing left to do: after --help, or a usage error, which is on
-// stderr.
-struct Parsed {
-    std::optional<Arguments> arguments;
-    int exit_code = 0;
-};
-Parsed parse_arguments(int argc, char** argv);
+// Returns the arguments, read as Python's argparse reads those of pop-run; none after --help or --version, which it
+// prints. Throws UsageError.
+std::optional<Arguments> parse_arguments(int argc, char** argv);

@@ -1,12 +1,14 @@
 // `pop_run`: stream an answer from a bundle, with the flags and the JSON of the Python command `pop-run`.
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <charconv>
 #include <csignal>
-#include <cstdio>
+#include <cstring>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -203,6 +205,19 @@ void print_notes(const pop::Model& model, const Arguments& arguments, const pop:
     if (options.seed) note("--seed" + why);
 }
 
+// Throws if anything printed so far did not reach stdout: on a full disk, say, the answer is lost.
+void flush_output() {
+    if (std::cout.flush()) return;
+    throw std::runtime_error(std::string("stdout: cannot write: ") + std::strerror(errno));
+}
+
+// Lets a closed stdout swallow what is printed, as in Python: a file opened later would take its number.
+void cover_closed_output() {
+    if (fcntl(STDOUT_FILENO, F_GETFD) >= 0) return;
+    const int nowhere = open("/dev/null", O_WRONLY);
+    if (nowhere >= 0 && nowhere != STDOUT_FILENO) dup2(nowhere, STDOUT_FILENO);
+}
+
 int run(const Arguments& arguments) {
     static Interrupts interrupts(arguments.generate.cancellation);  // outlives its thread
     check_flags(arguments);
@@ -213,29 +228,39 @@ int run(const Arguments& arguments) {
     const auto answer = model.generate(prompt, arguments.generate, [&](const pop::Token& token) {
         if (arguments.json) return;
         if (model.decodes_text()) {
-            std::cout << token.text << std::flush;
+            std::cout << token.text;
         } else {
-            std::cout << gap << token.id << std::flush;
+            std::cout << gap << token.id;
             gap = ",";
         }
+        flush_output();
     });
     print_notes(model, arguments, answer.settings.sampling);
-    std::cout << (arguments.json ? result_of(model, arguments.load, answer).dump() : "") << std::endl;
+    std::cout << (arguments.json ? result_of(model, arguments.load, answer).dump() : "") << '\n';
+    flush_output();
     if (arguments.stats) std::cerr << stats_text(answer) << '\n';
     return answer.stop_reason == pop::StopReason::cancelled ? 130 : 0;
+}
+
+// Prints an error as one line, whatever a message repeats of the command line, and returns its exit code.
+int fail(std::string message, int exit_code) {
+    std::replace(message.begin(), message.end(), '\n', ' ');
+    std::cerr << "pop_run: error: " << message << '\n';
+    return exit_code;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
     try {
-        const auto parsed = parse_arguments(argc, argv);
-        return parsed.arguments ? run(*parsed.arguments) : parsed.exit_code;
+        cover_closed_output();
+        const auto arguments = parse_arguments(argc, argv);
+        if (arguments) return run(*arguments);
+        flush_output();  // of --help
+        return 0;
     } catch (const pop::Error& error) {
-        std::cerr << "pop_run: error: " << error.what() << '\n';
-        return error.exit_code();
+        return fail(error.what(), error.exit_code());
     } catch (const std::exception& error) {
-        std::cerr << "pop_run: error: " << error.what() << '\n';
-        return 1;
+        return fail(error.what(), 1);
     }
 }

@@ -102,6 +102,37 @@ TEST_CASE("a tiny temperature does not overflow") {
     CHECK(sampler.choose({1, 3, 2, 2}) == 1);
 }
 
+TEST_CASE("an extreme penalty leaves scores finite and draws within the vocabulary") {
+    // 5 / 1e-310 was infinite, infinity - infinity NaN, and the token drawn was V
+    constexpr double kHighest = std::numeric_limits<double>::max();
+    SamplingSettings settings;
+    settings.repetition_penalty = 1e-310;
+    const std::vector<bool> seen{true, true, false, true};
+    const auto scores = process_logits({5, 6, 1, -1}, seen, settings);
+    CHECK(scores == std::vector<double>{kHighest, kHighest, 1, -1e-310});
+    settings.repetition_penalty = 1e308;
+    CHECK(process_logits({-5, -6, 1, -7}, seen, settings) == std::vector<double>{-kHighest, -kHighest, 1, -kHighest});
+    for (const auto penalty : {1e-310, 1e308}) {
+        for (const auto sign : {-1.0F, 1.0F}) {
+            auto drawn = sampled();
+            drawn.repetition_penalty = penalty;
+            drawn.top_k = 3;
+            drawn.top_p = 0.9;
+            drawn.min_p = 0.1;
+            Sampler sampler(drawn, 4);
+            sampler.see({0, 1, 2, 3});
+            for (int draw = 0; draw < 10; ++draw) CHECK(sampler.choose({5 * sign, 6 * sign, sign, 7 * sign}) < 4);
+        }
+    }
+}
+
+TEST_CASE("a draw beyond the sum takes the last token of a probability above 0") {
+    CHECK(drawn_token({kGone, 0, -1, kGone}, 0.0) == 1);
+    CHECK(drawn_token({kGone, 0, -1, kGone}, 0.99) == 2);
+    CHECK(drawn_token({kGone, 0, -1, kGone}, 1.0) == 2);  // was 4
+    CHECK(drawn_token({kGone, 0, -1, -800}, 1.0) == 2);
+}
+
 TEST_CASE("draws follow the probabilities") {
     auto settings = sampled();
     settings.seed = 1;
