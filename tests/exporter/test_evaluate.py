@@ -163,6 +163,21 @@ def test_retrieval_prompts_have_one_length_and_hide_the_key_at_its_depth(long_mo
     assert places == sorted(places)
 
 
+def test_every_depth_is_tried_in_every_document(long_model):
+    documents = [
+        encode_document(name, TEXT.replace("harbour", name), long_model.tokenizer)
+        for name in ("quay", "pier", "dock", "lock", "weir")
+    ]
+    tasks = make_tasks(long_model, documents, 300, 5, seed=0)
+    found = {
+        (task.depth, name)
+        for task in tasks
+        for name in ("quay", "pier", "dock", "lock", "weir")
+        if name in long_model.tokenizer.decode(task.prompt.tolist())
+    }
+    assert len(found) == len(DEPTHS) * 5
+
+
 class _Oracle:
     """A side that knows the keys of some tasks: its answer to any other is a row of spaces."""
 
