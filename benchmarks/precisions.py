@@ -6,6 +6,7 @@
 
 A row is a precision of pop-export and, divided by slashes, its other settings: a method, a block size, symmetric or
 asymmetric. The graph is traced once and quantised for each row by the code that pop-export runs; no layer is skipped.
+`--graphs` adds decode graphs of other builders whose inputs and outputs are named as ours: those of onnxruntime-genai.
 
 - bytes: of weights.bin, over those of the fp32 parameters.
 - KL weights: mean over positions of KL(checkpoint || PyTorch with the weights as they are stored), nats. The export
@@ -45,7 +46,7 @@ from pop_export.reference import PrefillPlan
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import Manifest, Plan, Windows
 from pop_runtime.sequence import Sequence as TokenSequence
-from pop_runtime.sessions import SessionPair, open_pair
+from pop_runtime.sessions import DECODE_ENTRIES, SessionPair, open_pair, open_session
 
 DEFAULT_ROWS = ("fp32", "int8", "int8-dynamic", "int4", "int4/rtn", "int4/symmetric", "int4/k_quant", "int4/hqq")
 CONTEXT_TOKENS, SCORED_TOKENS = 384, 128  # as pop-eval
@@ -94,6 +95,21 @@ def main() -> None:
         numbers = (found.kl_weights, found.kl_run, found.seconds, found.prefill_ms, found.full_ms, found.step_ms)
         cells = " | ".join("" if np.isnan(number) else f"{number:.4g}" for number in numbers)
         print(f"| {row} | {found.name} | {found.bytes_ratio:.4f} | {cells} |", flush=True)
+    for path in arguments.graphs:
+        kl_run, ratio = foreign_figures(checkpoint, path, windows, reference, arguments.threads)
+        print(f"| {path.parent.name} | another builder's | {ratio:.4f} |  | {kl_run:.4g} |  |  |  |  |", flush=True)
+
+
+def foreign_figures(
+    checkpoint: Checkpoint, path: Path, windows: Sequence[list[int]], reference: Sequence[np.ndarray], threads: int
+) -> tuple[float, float]:
+    """Return KL as it runs and bytes over fp32 parameters of a decode graph with inputs and outputs named as ours."""
+    session = open_session(path, threads, DECODE_ENTRIES)
+    manifest = _manifest(checkpoint, "another", "float32")
+    sessions = SessionPair(session, session, threads)
+    kl_run = mean_kl(reference, [_bundle_scores(sessions, manifest, ids) for ids in windows])
+    parameters = 4 * sum(parameter.numel() for parameter in checkpoint.model.parameters())
+    return kl_run, sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")) / parameters
 
 
 def row_config(model: str, row: str) -> ExportConfig:
@@ -229,7 +245,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", nargs="+", required=True, help=".txt files that nothing was fitted on")
-    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS, metavar="ROW", help="default: %(default)s")
+    parser.add_argument("--rows", nargs="*", default=DEFAULT_ROWS, metavar="ROW", help="default: %(default)s")
+    parser.add_argument(
+        "--graphs", nargs="+", type=Path, default=(), metavar="FILE", help="decode graphs of other builders"
+    )
     parser.add_argument("--windows", type=int, default=2, help="of 512 tokens per file (default %(default)s)")
     parser.add_argument("--times", action="store_true", help="measure CPU time as well")
     parser.add_argument("--threads", type=int, default=2, help="of all but the timed runs (default %(default)s)")
