@@ -39,11 +39,12 @@ def _narrow(model: ir.Model, linear: ir.Node) -> bool:
     low, high = min(start for start, _ in known), max(stop for _, stop in known)
     if (low, high) == (0, num_columns):
         return False
-    _cut_input(model, linear, 1, low, high)
+    _cut_input(model, linear, 1, low, high, f"{weight.name}{SUFFIX}")
     for node in chain:
         for index, value in enumerate(node.inputs):
             if value is not weight and value is not None and _is_bias(value, num_columns):
-                _cut_input(model, node, index, low, high)
+                # not after the bias: layers may share one, where all of theirs are equal
+                _cut_input(model, node, index, low, high, f"{weight.name}.bias{SUFFIX}")
         node.outputs[0].shape = None
     for reader, span in zip(readers, known, strict=True):
         _move(model, reader, span, low)
@@ -107,10 +108,10 @@ def _move(model: ir.Model, reader: ir.Node, span: tuple[int, int], low: int) -> 
     model.graph.remove(reader, safe=True)
 
 
-def _cut_input(model: ir.Model, node: ir.Node, index: int, low: int, high: int) -> None:
+def _cut_input(model: ir.Model, node: ir.Node, index: int, low: int, high: int, name: str) -> None:
+    """Let a node read columns low..high of a constant, by a new one of that name."""
     old = node.inputs[index]
     assert old is not None and old.const_value is not None and old.name is not None
-    name = old.name + SUFFIX
     value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(old.const_value.numpy()[..., low:high]), name=name))
     model.graph.register_initializer(value)
     node.replace_input_with(index, value)
