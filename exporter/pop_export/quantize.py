@@ -19,9 +19,12 @@ from pop_export.graph.passes.balance_inputs import balance_inputs, readers_of_no
 from pop_export.graph.passes.exact_head import exact_head
 from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.passes.multiply_dynamically import multiply_dynamically
+from pop_export.graph.passes.narrow_projections import SUFFIX as NARROWED_SUFFIX
+from pop_export.graph.passes.narrow_projections import narrowed_weights
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
+from pop_export.graph.passes.use_prefill_weights import SUFFIX as REFIT_SUFFIX
 from pop_export.input_scales import input_magnitudes, input_means, input_scales
 from pop_export.quantize_layers import MAX_TOKENS, quantize_layers
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
@@ -30,9 +33,6 @@ from pop_export.sensitive_weights import SENSITIVE_SHARE, sensitive_weights
 from pop_export.split_matrix import AnyScheme, SplitMatrix, StoredMatrix
 from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
-
-REFIT_SUFFIX = ".refit"  # ends the name of a weight that prefill has in place of the parameter of that name
-NARROWED_SUFFIX = ".kv"  # ends the name of the rows of a fused weight that prefill needs
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def quantize_pair(
 ) -> Quantization:
     """Quantise every matrix of both graphs that is a parameter, or stands in for one or a layer in prefill; in place.
 
-    A weight of both graphs is quantised once. The prefill graph has to be cut before: what cutting does to weights it
-    does to plain ones. Weights of any other origin stay as they are.
+    A weight of both graphs is quantised once, also where prefill has a part of it alone. The prefill graph has to be
+    cut before: what cutting does to weights it does to plain ones. Weights of any other origin stay as they are.
 
     Args:
         decode: changed in place.
@@ -116,6 +116,7 @@ def quantize_pair(
         return schemes.embedding if name in tables else schemes.dense
 
     matrices: dict[str, StoredMatrix] = {}
+    narrowed = narrowed_weights(prefill)
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
     dense = {name: schemes.dense for name in read if scheme_of(name) is schemes.dense}
     if samples and isinstance(schemes.dense, Scheme) and schemes.fine is not schemes.dense:
@@ -132,6 +133,8 @@ def quantize_pair(
         quantize_embedding(graph, scheme_of, matrices)
         if graph is decode and fitted:
             matrices |= quantize_layers(model, fitted, samples, matrices, multiplied)
+        if graph is prefill:
+            matrices |= _stored_parts(narrowed, matrices)
         multiply_dynamically(graph, scheme_of, matrices)
         quantize_matmuls(graph, scheme_of, matrices)
     loud = next((magnitudes[name] for name in heads if name in magnitudes), None)
@@ -148,6 +151,24 @@ def quantize_pair(
             matrices[name] = dataclasses.replace(matrix, input_scales=multiplied[name])
     kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
     return Quantization(schemes, matrices, tuple(sorted(kept)))
+
+
+def _stored_parts(
+    narrowed: Mapping[str, tuple[str, slice]], matrices: Mapping[str, StoredMatrix]
+) -> dict[str, StoredMatrix]:
+    """Return the rows that prefill has of weights which decode stores whole: one weight has one set of numbers.
+
+    Args:
+        narrowed: as `narrowed_weights` gives them; parts of what decode has not are left out.
+        matrices: what is stored for decode.
+    """
+    parts: dict[str, StoredMatrix] = {}
+    for name, (whole, rows) in narrowed.items():
+        matrix = matrices.get(whole)
+        if matrix is not None:
+            assert not isinstance(matrix, SplitMatrix)  # only an embedding is split
+            parts[name] = matrix.rows(rows)
+    return parts
 
 
 def _fitted_head(model: PreTrainedModel, scheme: Scheme, samples: Sequence[np.ndarray]) -> QuantizedMatrix:

@@ -9,10 +9,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 import transformers
 
 import pop_runtime
 from pop_export import ExportConfig, pipeline, speed
+from pop_export.channel_matrix import ChannelScheme
 from pop_export.checkpoint import load_checkpoint
 from pop_export.cli import main
 from pop_export.config import BLOCK_SIZES
@@ -25,6 +27,7 @@ from pop_export.split_matrix import SplitMatrix, SplitScheme
 from pop_export.stored_weights import stored_weights
 from pop_export.verify import TOLERANCE
 from pop_runtime.errors import BackendError, GateError, ModelError, UsageError
+from tests.exporter.families.configs import tiny_family_model
 from tests.tiny_models import TINY, tiny_model
 
 INT4 = Schemes(Scheme(4, 32), Scheme(8, 32), Scheme(4, 32))
@@ -41,6 +44,16 @@ def odd_sized():
     sizes = {"hidden_size": 80, "intermediate_size": 208, "num_attention_heads": 5, "num_key_value_heads": 1}
     model = tiny_model(transformers.LlamaConfig(**{**TINY, **sizes, "num_hidden_layers": 3}))
     return model, build_decode_graph(model, kv_layout(model))
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """Return a Phi-3 whose Q, K and V are one product, its decode graph, and a plan with a K and V of its own."""
+    model = tiny_family_model("phi3", num_hidden_layers=3)
+    weight = model.model.layers[1].self_attn.qkv_proj.weight.detach()
+    refit = torch.cat([weight[:64], weight[64:] * 1.5 + 0.1])  # 64 rows of Q, then K and V
+    plan = PrefillPlan(frozenset({0, 1}), {"model.layers.1.self_attn.qkv_proj.weight": refit})
+    return model, build_decode_graph(model, kv_layout(model)), plan
 
 
 def _nodes(model: ir.Model, op_type: str) -> list[ir.Node]:
@@ -93,6 +106,31 @@ def test_the_model_is_what_it_was_after_standing_in_for_the_stored_weights(llama
         assert any(not changed[name].equal(before[name]) for name in before)
         raise ZeroDivisionError
     assert all(weight.equal(before[name]) for name, weight in llama.state_dict().items())
+
+
+GPTQ8, CHANNELS = Scheme(8, 32, "gptq", False), ChannelScheme("gptq")
+FITTED = {
+    "int4 symmetric": Schemes(Scheme(4, 32, "gptq"), Scheme(8, 32), Scheme(8, 32), key_value=Scheme(4, 32, "gptq")),
+    "int8": Schemes(GPTQ8, GPTQ8, Scheme(8, 32)),
+    "int8-dynamic": Schemes(CHANNELS, CHANNELS, Scheme(8, 32)),
+}
+
+
+@pytest.mark.parametrize("schemes", FITTED.values(), ids=FITTED)
+def test_the_part_that_prefill_has_of_a_fused_weight_is_stored_as_the_whole_is(fused, schemes):
+    # the part was rounded anew, in 8 bits or unfitted: pair and twin differed, and no such export could pass
+    model, decode, plan = fused
+    decode = decode.clone()
+    found = quantize_pair(decode, cut_prefill_graph(decode, plan), model, schemes, [np.arange(40) * 7 % 300])
+    for layer in (0, 2):  # the last one is cut down to K and V as well
+        name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
+        whole, part = found.matrices[name], found.matrices[f"{name}.kv"]
+        np.testing.assert_array_equal(part.dequantized(), whole.dequantized()[64:])
+
+
+def test_a_fused_pair_with_fitted_weights_is_proven(fused, monkeypatch, llama_folder, tmp_path):
+    bundle = _export(monkeypatch, fused[:2], llama_folder, tmp_path, precision="int4", symmetric=True)
+    assert all(check["passed"] for check in bundle.report["verification"]["checks"])
 
 
 def test_a_graph_without_matrices_is_refused(llama, llama_decode):

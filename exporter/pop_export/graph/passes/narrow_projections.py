@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-SUFFIX = ".kv"
+SUFFIX = ".kv"  # ends the name of the part of a weight that is read
+COLUMNS = "pop.columns"  # metadata of such a part: which columns it has of the whole, as "low:high"
 
 
 def narrow_projections(model: ir.Model) -> int:
@@ -23,6 +24,16 @@ def narrow_projections(model: ir.Model) -> int:
         if node.op_type == "MatMul" or (node.op_type == "Gemm" and not _int(node, "transB")):
             count += _narrow(model, node)
     return count
+
+
+def narrowed_weights(model: ir.Model) -> dict[str, tuple[str, slice]]:
+    """Return, by name of each part that a graph has of a constant, the name of the whole and the part's columns."""
+    bounds = {value.name or "": value.metadata_props.get(COLUMNS) for value in model.graph.initializers.values()}
+    return {
+        name: (name.removesuffix(SUFFIX), slice(*map(int, columns.split(":"))))
+        for name, columns in bounds.items()
+        if columns is not None
+    }
 
 
 def _narrow(model: ir.Model, linear: ir.Node) -> bool:
@@ -113,6 +124,7 @@ def _cut_input(model: ir.Model, node: ir.Node, index: int, low: int, high: int, 
     old = node.inputs[index]
     assert old is not None and old.const_value is not None and old.name is not None
     value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(old.const_value.numpy()[..., low:high]), name=name))
+    value.metadata_props[COLUMNS] = f"{low}:{high}"
     model.graph.register_initializer(value)
     node.replace_input_with(index, value)
     if not old.uses():
