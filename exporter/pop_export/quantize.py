@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pop_export.channel_matrix import ChannelScheme
@@ -55,6 +56,7 @@ class Quantization:
     schemes: Schemes
     matrices: Mapping[str, StoredMatrix]  # by name of the weight in the graphs, mostly that of a parameter
     kept: tuple[str, ...]  # matrices of the decode graph that stay as they were
+    rows: Mapping[str, slice]  # by name of a weight of which prefill has a part alone: which rows of the whole
 
     @property
     def name(self) -> str:
@@ -105,7 +107,7 @@ def quantize_pair(
     def scheme_of(name: str) -> AnyScheme | None:
         if name in surrogates:
             return schemes.fine
-        if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
+        if name.removesuffix(NARROWED_SUFFIX).removesuffix(REFIT_SUFFIX) not in parameters:
             return None
         if name in sensitive or name not in parameters:
             return schemes.fine
@@ -150,7 +152,7 @@ def quantize_pair(
         if name in multiplied and not isinstance(matrix, SplitMatrix):  # only an embedding is split: no norm feeds it
             matrices[name] = dataclasses.replace(matrix, input_scales=multiplied[name])
     kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
-    return Quantization(schemes, matrices, tuple(sorted(kept)))
+    return Quantization(schemes, matrices, tuple(sorted(kept)), {name: rows for name, (_, rows) in narrowed.items()})
 
 
 def _stored_parts(
@@ -201,11 +203,7 @@ def key_value_weights(decode: ir.Model, num_layers: int) -> set[str]:
 
 def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
     """Return the plan with what its own quantised weights stand for."""
-    found = {name: quantization.matrices.get(name + REFIT_SUFFIX) for name in plan.weights}
-    weights = {
-        name: weight if (matrix := found[name]) is None else dequantized_parameter(matrix, weight)
-        for name, weight in plan.weights.items()
-    }
+    weights = {name: _stored_weight(name + REFIT_SUFFIX, weight, quantization) for name, weight in plan.weights.items()}
     surrogates = {
         layer: surrogate
         if (matrix := quantization.matrices.get(surrogate_name(layer))) is None
@@ -213,3 +211,11 @@ def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
         for layer, surrogate in plan.surrogates.items()
     }
     return dataclasses.replace(plan, weights=weights, surrogates=surrogates)
+
+
+def _stored_weight(name: str, weight: Tensor, quantization: Quantization) -> Tensor:
+    """Return a weight of the plan with what is stored for it, or for the rows of it that prefill reads."""
+    part = name + NARROWED_SUFFIX
+    if part in quantization.matrices:
+        return dequantized_parameter(quantization.matrices[part], weight, quantization.rows[part])
+    return weight if (matrix := quantization.matrices.get(name)) is None else dequantized_parameter(matrix, weight)

@@ -20,7 +20,7 @@ from pop_export.cli import main
 from pop_export.config import BLOCK_SIZES
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
-from pop_export.quantize import Schemes, key_value_weights, quantize_pair
+from pop_export.quantize import Schemes, key_value_weights, quantize_pair, stored_plan
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
 from pop_export.reference import PrefillPlan
 from pop_export.split_matrix import SplitMatrix, SplitScheme
@@ -126,6 +126,20 @@ def test_the_part_that_prefill_has_of_a_fused_weight_is_stored_as_the_whole_is(f
         name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
         whole, part = found.matrices[name], found.matrices[f"{name}.kv"]
         np.testing.assert_array_equal(part.dequantized(), whole.dequantized()[64:])
+
+
+@pytest.mark.parametrize("schemes", FITTED.values(), ids=FITTED)
+def test_a_refitted_part_of_a_fused_weight_is_quantised_and_the_plan_told(fused, schemes):
+    # it stayed in fp32, and nothing said so
+    model, decode, plan = fused
+    decode = decode.clone()
+    prefill = cut_prefill_graph(decode, plan)
+    found = quantize_pair(decode, prefill, model, schemes, [np.arange(40) * 7 % 300])
+    assert not _nodes(prefill, "MatMul")
+    (name, refit), (stored,) = *plan.weights.items(), stored_plan(plan, found).weights.values()
+    part = torch.from_numpy(found.matrices[f"{name}.refit.kv"].dequantized())
+    assert stored[64:].equal(part) and stored[:64].equal(refit[:64])
+    assert 0 < (part - refit[64:]).abs().max() < 0.05
 
 
 def test_a_fused_pair_with_fitted_weights_is_proven(fused, monkeypatch, llama_folder, tmp_path):
