@@ -55,7 +55,9 @@ class Quantization:
 
     schemes: Schemes
     matrices: Mapping[str, StoredMatrix]  # by name of the weight in the graphs, mostly that of a parameter
-    kept: tuple[str, ...]  # matrices of the decode graph that stay as they were
+    kept: tuple[str, ...]  # matrices, and stacks of them as experts are, that stay as they were, of either graph
+    kept_bytes: int  # of these and of all other weights that stay as they were: norms, biases
+    num_bytes: int  # of all weights of both graphs as they were, each once
     rows: Mapping[str, slice]  # by name of a weight of which prefill has a part alone: which rows of the whole
 
     @property
@@ -90,6 +92,7 @@ def quantize_pair(
     Raises:
         ModelError: the graphs hold no such matrix.
     """
+    plain = _plain_weights((decode, prefill))
     multiplied: dict[str, NDArray[np.float32]] = {}
     magnitudes = input_magnitudes(model, samples) if samples else {}
     readers = readers_of_norms((decode, prefill))
@@ -151,8 +154,35 @@ def quantize_pair(
     for name, matrix in matrices.items():
         if name in multiplied and not isinstance(matrix, SplitMatrix):  # only an embedding is split: no norm feeds it
             matrices[name] = dataclasses.replace(matrix, input_scales=multiplied[name])
-    kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
-    return Quantization(schemes, matrices, tuple(sorted(kept)), {name: rows for name, (_, rows) in narrowed.items()})
+    kept = [plain[name] for name in sorted(plain.keys() & _plain_weights((decode, prefill)).keys())]
+    return Quantization(
+        schemes,
+        matrices,
+        kept=tuple(weight.name for weight in kept if weight.is_matrix),
+        kept_bytes=sum(weight.num_bytes for weight in kept),
+        num_bytes=sum(weight.num_bytes for weight in plain.values()),
+        rows={name: rows for name, (_, rows) in narrowed.items()},
+    )
+
+
+@dataclass(frozen=True)
+class _PlainWeight:
+    """A constant of a graph that is not made of integers, without its numbers, which would be kept alive."""
+
+    name: str
+    num_bytes: int
+    is_matrix: bool  # or a stack of matrices: two axes or more
+
+
+def _plain_weights(models: Sequence[ir.Model]) -> dict[str, _PlainWeight]:
+    """Return the constants of several graphs that are not made of integers, by name."""
+    found: dict[str, _PlainWeight] = {}
+    for value in (value for model in models for value in model.graph.initializers.values()):
+        stored, name = value.const_value, value.name or ""
+        if stored is not None and stored.dtype.is_floating_point():
+            is_matrix = sum(size > 1 for size in stored.shape.numpy()) > 1
+            found[name] = _PlainWeight(name, stored.nbytes, is_matrix)
+    return found
 
 
 def _stored_parts(
