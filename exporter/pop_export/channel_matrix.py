@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,11 @@ class ChannelMatrix:
         """Return the matrix that these numbers stand for, [N, K] float32."""
         rows = (self.codes * self.scales).T
         return np.ascontiguousarray(rows if self.input_scales is None else rows / self.input_scales)
+
+    def rows(self, which: slice) -> ChannelMatrix:
+        """Return some of the rows, stored as they are here."""
+        codes = np.ascontiguousarray(self.codes[:, which])
+        return dataclasses.replace(self, codes=codes, scales=self.scales[which])
 
 
 def quantize_channels(weight: NDArray[np.float32]) -> ChannelMatrix:

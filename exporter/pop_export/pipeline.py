@@ -23,7 +23,7 @@ from pop_export.calibration.corpus import Samples, calibration_samples
 from pop_export.calibration.fitting_text import FittingText, fitting_corpus, fitting_text
 from pop_export.calibration.record import Calibration, read_calibration, write_calibration
 from pop_export.checkpoint import Checkpoint, load_checkpoint, save_tokenizer
-from pop_export.config import NUM_BITS, ExportConfig
+from pop_export.config import ExportConfig
 from pop_export.cost import prompt_work
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
@@ -32,7 +32,7 @@ from pop_export.graph.cut import cut_prefill_graph
 from pop_export.graph.fuse import prepare_attention
 from pop_export.half_precision import require_finite
 from pop_export.plan_lab import PlanLab, TrialSettings
-from pop_export.precision import HALF, StoredPrecision, require_precision, store_precision, traced_weights
+from pop_export.precision import HALF, StoredPrecision, least_bytes, require_precision, store_precision, traced_weights
 from pop_export.precision_damage import OriginalScores, original_scores, precision_damage, require_small_damage
 from pop_export.quality import MeasuringText, fit_summary, measuring_text, quality_summary
 from pop_export.reference import PrefillPlan
@@ -100,8 +100,7 @@ def export(config: ExportConfig) -> Bundle:
             allow_pickle=config.allow_pickle,
         )
         kv_layers = kv_layout(checkpoint.model)
-        num_weights = sum(parameter.numel() for parameter in checkpoint.model.parameters())
-        check_space(config.out, num_weights * NUM_BITS[config.precision] // 8)
+        check_space(config.out, least_bytes(config, checkpoint.model))
     with watch.stage("text", "gathering text"):
         samples = _samples(config, checkpoint)
         prompt = _verification_text(checkpoint, samples)
@@ -155,6 +154,7 @@ def export(config: ExportConfig) -> Bundle:
         )
         report |= measured | {
             "samples": answers,
+            "quantization": stored.summary(),
             "fusion": {name: dataclasses.asdict(fusions[name]) for name in fusions},
             "segments": segments_summary(segmented),
         }

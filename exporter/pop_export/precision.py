@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pop_export.channel_matrix import ChannelScheme
-from pop_export.config import QUANTIZED, ExportConfig
+from pop_export.config import NUM_BITS, QUANTIZED, ExportConfig
 from pop_export.half_precision import cast_weights, require_kernels, rounded_weights
 from pop_export.quantize import Quantization, Schemes, quantize_pair, stored_plan
 from pop_export.quantized_matrix import Method, Scheme
@@ -22,10 +23,12 @@ from pop_export.reference import PrefillPlan
 from pop_export.split_matrix import SplitScheme
 from pop_export.stored_weights import stored_weights
 
+_LOG = logging.getLogger(__name__)
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # fitting gains nothing in 8 bits
 DEFAULT_QUANTIZER: dict[str, Method] = {"int8": "rtn", "int4": "gptq", "int8-dynamic": "rtn"}
 FITTED_SHARE = 1 / 24  # of symmetric int4's weights keep 8 bits for their sensitivity
+LARGEST_KEPT_SHARE = 0.1  # of the weights' bytes may stay in fp32 unsaid: norms and biases have far less
 FINE_BITS: Literal[8] = 8  # of what int4 spares: K and V of a skipped layer are all that the prompt leaves there
 
 
@@ -51,6 +54,26 @@ class StoredPrecision:
     def twin_plan(self, plan: PrefillPlan) -> PrefillPlan:
         """Return the plan with its own weights as they are stored."""
         return plan if self.quantization is None else stored_plan(plan, self.quantization)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return what report.json says of the weights that are not quantised; None where none is meant to be."""
+        if self.quantization is None:
+            return None
+        found = self.quantization
+        return {
+            "unquantised_bytes": found.kept_bytes,
+            "unquantised_share": found.kept_bytes / found.num_bytes,  # of the bytes of all weights in fp32
+            "unquantised_matrices": found.kept,
+        }
+
+
+def least_bytes(config: ExportConfig, model: PreTrainedModel) -> int:
+    """Return the least that a bundle's weights take: of quantised ones the codes alone, of all but matrices fp32."""
+    num_all = sum(parameter.numel() for parameter in model.parameters())
+    num_in_matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+    bits = NUM_BITS[config.precision]
+    other_bits = NUM_BITS["fp32"] if config.precision in QUANTIZED else bits
+    return (num_in_matrices * bits + (num_all - num_in_matrices) * other_bits) // 8
 
 
 def require_precision(config: ExportConfig) -> None:
@@ -87,7 +110,19 @@ def store_precision(
     if schemes is None:
         return StoredPrecision(config.precision, HALF.get(config.precision))
     quantization = quantize_pair(decode, prefill, model, schemes, samples)
+    if quantization.kept_bytes > LARGEST_KEPT_SHARE * quantization.num_bytes:
+        _LOG.warning(_kept_line(config, quantization))
     return StoredPrecision(quantization.name, quantization=quantization)
+
+
+def _kept_line(config: ExportConfig, quantization: Quantization) -> str:
+    """Return in a line what stays in fp32."""
+    share = quantization.kept_bytes / quantization.num_bytes
+    names = f" ({quantization.kept[0]}, {len(quantization.kept)} in all)" if quantization.kept else ""
+    return (
+        f"--precision {config.precision}: {share:.0%} of the weights' bytes stay in fp32{names}; experts that lie in "
+        "one stack are not quantised"
+    )
 
 
 def schemes_for(config: ExportConfig) -> Schemes | None:

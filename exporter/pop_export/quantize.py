@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pop_export.channel_matrix import ChannelScheme
@@ -19,9 +20,12 @@ from pop_export.graph.passes.balance_inputs import balance_inputs, readers_of_no
 from pop_export.graph.passes.exact_head import exact_head
 from pop_export.graph.passes.exact_kernels import exact_kernels
 from pop_export.graph.passes.multiply_dynamically import multiply_dynamically
+from pop_export.graph.passes.narrow_projections import SUFFIX as NARROWED_SUFFIX
+from pop_export.graph.passes.narrow_projections import narrowed_weights
 from pop_export.graph.passes.quantize_embedding import embedding_table, quantize_embedding
 from pop_export.graph.passes.quantize_matmuls import matrix_weight, quantize_matmuls
 from pop_export.graph.passes.resolve_markers import marked_value
+from pop_export.graph.passes.use_prefill_weights import SUFFIX as REFIT_SUFFIX
 from pop_export.input_scales import input_magnitudes, input_means, input_scales
 from pop_export.quantize_layers import MAX_TOKENS, quantize_layers
 from pop_export.quantized_matrix import QuantizedMatrix, Scheme
@@ -30,9 +34,6 @@ from pop_export.sensitive_weights import SENSITIVE_SHARE, sensitive_weights
 from pop_export.split_matrix import AnyScheme, SplitMatrix, StoredMatrix
 from pop_export.stored_weights import dequantized_parameter
 from pop_runtime.errors import ModelError
-
-REFIT_SUFFIX = ".refit"  # ends the name of a weight that prefill has in place of the parameter of that name
-NARROWED_SUFFIX = ".kv"  # ends the name of the rows of a fused weight that prefill needs
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,10 @@ class Quantization:
 
     schemes: Schemes
     matrices: Mapping[str, StoredMatrix]  # by name of the weight in the graphs, mostly that of a parameter
-    kept: tuple[str, ...]  # matrices of the decode graph that stay as they were
+    kept: tuple[str, ...]  # matrices, and stacks of them as experts are, that stay as they were, of either graph
+    kept_bytes: int  # of these and of all other weights that stay as they were: norms, biases
+    num_bytes: int  # of all weights of both graphs as they were, each once
+    rows: Mapping[str, slice]  # by name of a weight of which prefill has a part alone: which rows of the whole
 
     @property
     def name(self) -> str:
@@ -75,8 +79,8 @@ def quantize_pair(
 ) -> Quantization:
     """Quantise every matrix of both graphs that is a parameter, or stands in for one or a layer in prefill; in place.
 
-    A weight of both graphs is quantised once. The prefill graph has to be cut before: what cutting does to weights it
-    does to plain ones. Weights of any other origin stay as they are.
+    A weight of both graphs is quantised once, also where prefill has a part of it alone. The prefill graph has to be
+    cut before: what cutting does to weights it does to plain ones. Weights of any other origin stay as they are.
 
     Args:
         decode: changed in place.
@@ -88,6 +92,7 @@ def quantize_pair(
     Raises:
         ModelError: the graphs hold no such matrix.
     """
+    plain = _plain_weights((decode, prefill))
     multiplied: dict[str, NDArray[np.float32]] = {}
     magnitudes = input_magnitudes(model, samples) if samples else {}
     readers = readers_of_norms((decode, prefill))
@@ -105,7 +110,7 @@ def quantize_pair(
     def scheme_of(name: str) -> AnyScheme | None:
         if name in surrogates:
             return schemes.fine
-        if name.removesuffix(REFIT_SUFFIX).removesuffix(NARROWED_SUFFIX) not in parameters:
+        if name.removesuffix(NARROWED_SUFFIX).removesuffix(REFIT_SUFFIX) not in parameters:
             return None
         if name in sensitive or name not in parameters:
             return schemes.fine
@@ -116,6 +121,7 @@ def quantize_pair(
         return schemes.embedding if name in tables else schemes.dense
 
     matrices: dict[str, StoredMatrix] = {}
+    narrowed = narrowed_weights(prefill)
     read = [weight.name or "" for node in decode.graph if (weight := matrix_weight(node)) is not None]
     dense = {name: schemes.dense for name in read if scheme_of(name) is schemes.dense}
     if samples and isinstance(schemes.dense, Scheme) and schemes.fine is not schemes.dense:
@@ -132,6 +138,8 @@ def quantize_pair(
         quantize_embedding(graph, scheme_of, matrices)
         if graph is decode and fitted:
             matrices |= quantize_layers(model, fitted, samples, matrices, multiplied)
+        if graph is prefill:
+            matrices |= _stored_parts(narrowed, matrices)
         multiply_dynamically(graph, scheme_of, matrices)
         quantize_matmuls(graph, scheme_of, matrices)
     loud = next((magnitudes[name] for name in heads if name in magnitudes), None)
@@ -146,8 +154,53 @@ def quantize_pair(
     for name, matrix in matrices.items():
         if name in multiplied and not isinstance(matrix, SplitMatrix):  # only an embedding is split: no norm feeds it
             matrices[name] = dataclasses.replace(matrix, input_scales=multiplied[name])
-    kept = {weight.name for node in decode.graph if (weight := matrix_weight(node)) is not None and weight.name}
-    return Quantization(schemes, matrices, tuple(sorted(kept)))
+    kept = [plain[name] for name in sorted(plain.keys() & _plain_weights((decode, prefill)).keys())]
+    return Quantization(
+        schemes,
+        matrices,
+        kept=tuple(weight.name for weight in kept if weight.is_matrix),
+        kept_bytes=sum(weight.num_bytes for weight in kept),
+        num_bytes=sum(weight.num_bytes for weight in plain.values()),
+        rows={name: rows for name, (_, rows) in narrowed.items()},
+    )
+
+
+@dataclass(frozen=True)
+class _PlainWeight:
+    """A constant of a graph that is not made of integers, without its numbers, which would be kept alive."""
+
+    name: str
+    num_bytes: int
+    is_matrix: bool  # or a stack of matrices: two axes or more
+
+
+def _plain_weights(models: Sequence[ir.Model]) -> dict[str, _PlainWeight]:
+    """Return the constants of several graphs that are not made of integers, by name."""
+    found: dict[str, _PlainWeight] = {}
+    for value in (value for model in models for value in model.graph.initializers.values()):
+        stored, name = value.const_value, value.name or ""
+        if stored is not None and stored.dtype.is_floating_point():
+            is_matrix = sum(size > 1 for size in stored.shape.numpy()) > 1
+            found[name] = _PlainWeight(name, stored.nbytes, is_matrix)
+    return found
+
+
+def _stored_parts(
+    narrowed: Mapping[str, tuple[str, slice]], matrices: Mapping[str, StoredMatrix]
+) -> dict[str, StoredMatrix]:
+    """Return the rows that prefill has of weights which decode stores whole: one weight has one set of numbers.
+
+    Args:
+        narrowed: as `narrowed_weights` gives them; parts of what decode has not are left out.
+        matrices: what is stored for decode.
+    """
+    parts: dict[str, StoredMatrix] = {}
+    for name, (whole, rows) in narrowed.items():
+        matrix = matrices.get(whole)
+        if matrix is not None:
+            assert not isinstance(matrix, SplitMatrix)  # only an embedding is split
+            parts[name] = matrix.rows(rows)
+    return parts
 
 
 def _fitted_head(model: PreTrainedModel, scheme: Scheme, samples: Sequence[np.ndarray]) -> QuantizedMatrix:
@@ -180,11 +233,7 @@ def key_value_weights(decode: ir.Model, num_layers: int) -> set[str]:
 
 def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
     """Return the plan with what its own quantised weights stand for."""
-    found = {name: quantization.matrices.get(name + REFIT_SUFFIX) for name in plan.weights}
-    weights = {
-        name: weight if (matrix := found[name]) is None else dequantized_parameter(matrix, weight)
-        for name, weight in plan.weights.items()
-    }
+    weights = {name: _stored_weight(name + REFIT_SUFFIX, weight, quantization) for name, weight in plan.weights.items()}
     surrogates = {
         layer: surrogate
         if (matrix := quantization.matrices.get(surrogate_name(layer))) is None
@@ -192,3 +241,11 @@ def stored_plan(plan: PrefillPlan, quantization: Quantization) -> PrefillPlan:
         for layer, surrogate in plan.surrogates.items()
     }
     return dataclasses.replace(plan, weights=weights, surrogates=surrogates)
+
+
+def _stored_weight(name: str, weight: Tensor, quantization: Quantization) -> Tensor:
+    """Return a weight of the plan with what is stored for it, or for the rows of it that prefill reads."""
+    part = name + NARROWED_SUFFIX
+    if part in quantization.matrices:
+        return dequantized_parameter(quantization.matrices[part], weight, quantization.rows[part])
+    return weight if (matrix := quantization.matrices.get(name)) is None else dequantized_parameter(matrix, weight)

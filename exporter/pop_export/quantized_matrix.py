@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 from dataclasses import dataclass
@@ -59,6 +60,11 @@ class QuantizedMatrix:
         codes *= self.scales.astype(np.float32)[..., None]
         rows = codes.reshape(N, -1)[:, : self.num_columns]
         return rows if self.input_scales is None else rows / self.input_scales
+
+    def rows(self, which: slice) -> QuantizedMatrix:
+        """Return some of the rows, stored as they are here."""
+        zero_points = None if self.zero_points is None else self.zero_points[which]
+        return dataclasses.replace(self, packed=self.packed[which], scales=self.scales[which], zero_points=zero_points)
 
 
 def quantize_matrix(weight: NDArray[np.float32], scheme: Scheme) -> QuantizedMatrix:

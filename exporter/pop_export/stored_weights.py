@@ -27,10 +27,18 @@ def stored_weights(model: PreTrainedModel, matrices: Mapping[str, StoredMatrix])
             parameters[name].data = original
 
 
-def dequantized_parameter(matrix: StoredMatrix, parameter: Tensor) -> Tensor:
-    """Return what a stored matrix [N, K] stands for, in the orientation of the parameter it was made from."""
+def dequantized_parameter(matrix: StoredMatrix, parameter: Tensor, which: slice = slice(None)) -> Tensor:
+    """Return the parameter [N, K] or [K, N] with what a stored matrix stands for in the place of rows of [N, K].
+
+    Args:
+        matrix: made from the rows of the parameter.
+        parameter: in whatever orientation; unchanged.
+        which: the rows; all of them if nothing is said.
+    """
     rows = torch.from_numpy(matrix.dequantized())
-    fits = [view for view in (rows, rows.T) if view.shape == parameter.shape]
+    changed = parameter.clone(memory_format=torch.contiguous_format)
+    fits = [view for view in (changed, changed.T) if view[which].shape == rows.shape]
     if not fits:
         raise ModelError(f"quantised weight: expected the shape {tuple(parameter.shape)}, found {tuple(rows.shape)}")
-    return min(fits, key=lambda view: float((view - parameter).abs().sum())).contiguous()
+    min(fits, key=lambda view: float((view[which] - rows).abs().sum()))[which] = rows
+    return changed

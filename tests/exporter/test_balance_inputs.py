@@ -108,6 +108,24 @@ def test_a_weight_of_two_readers_is_left_alone():
     assert readers_of_norms([model]) == {}
 
 
+# Layers of equal norms share their constants. Prefill, which had lost one of two, balanced the other alone: its weights
+# were no longer those of decode.
+@pytest.mark.parametrize(("norm", "shared"), [("RMSNormalization", "g"), ("LayerNormalization", "b")])
+def test_a_norm_that_one_graph_shares_between_layers_is_left_alone_in_all(norm, shared):
+    bias = norm == "LayerNormalization"
+    both, one = _graph(norm, bias=bias), _graph(norm, bias=bias)
+    constants = [*both.graph[0].inputs]
+    for name, index in (("g", 1), ("b", 2)):
+        if bias and name != shared:
+            constants[index] = _constant("other", E)
+            both.graph.register_initializer(constants[index])
+    second, weight = ir.node(norm, constants, {"axis": -1}), _constant("u", E, N)
+    both.graph.register_initializer(weight)
+    both.graph.extend([second, ir.node("MatMul", [second.outputs[0], weight])])
+    assert readers_of_norms([one]) == {"g": ("w", "v")}
+    assert readers_of_norms([both, one]) == readers_of_norms([one, both]) == {}
+
+
 @pytest.fixture(scope="module")
 def uneven():
     """Return a Llama whose norms let a few channels through that are far larger than the others."""

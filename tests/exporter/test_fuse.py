@@ -192,8 +192,11 @@ def test_what_keeps_attention_from_the_fused_operator_is_in_the_report(tmp_path)
     assert write_graph(model, tmp_path / "m.onnx") == Fusion(2, 0, 0, 1, ("attention: it adds a bias",))
 
 
-def _packable(bias: bool = False) -> tuple[ir.Model, ir.Model]:
-    """Return two graphs of one attention layer with its projections, and cosines of the positions in the mask."""
+def _packable(bias: bool = False, layers: tuple[str, ...] = ("",)) -> tuple[ir.Model, ir.Model]:
+    """Return two graphs of attention layers with their projections, and cosines of the positions in the mask.
+
+    Layers are told apart by what their names begin with; biases of Q are one constant, as where all are equal.
+    """
     hand = _Hand()
     ids, mask = (
         hand.take(name, ["B", n], ir.DataType.INT64) for name, n in (("input_ids", "S"), ("attention_mask", "T"))
@@ -213,26 +216,32 @@ def _packable(bias: bool = False) -> tuple[ir.Model, ir.Model]:
     cos, sin = hand.add("Cos", [angle], ["B", "S", D // 2]), hand.add("Sin", [angle], ["B", "S", D // 2])
     by_head = hand.constant("by_head", np.array([0, 0, -1, D], np.int64))
     flat = hand.constant("flat", np.array([0, 0, -1], np.int64))
-    ready = []
-    for name, heads in (("q", H), ("k", H_KV), ("v", H_KV)):
-        weight = hand.constant(f"{name}.weight", (RANDOM.standard_normal((E, heads * D)) / 8).astype(np.float32))
-        y = hand.add("MatMul", [x, weight], ["B", "S", heads * D])
-        if bias:
-            number = hand.constant(f"{name}.bias", RANDOM.standard_normal(heads * D).astype(np.float32))
-            y = hand.add("Add", [y, number], ["B", "S", heads * D])
-        y = hand.add("Reshape", [y, by_head], ["B", "S", heads, D])
-        y = hand.add("Transpose", [y], ["B", heads, "S", D], perm=[0, 2, 1, 3])
-        if name != "v":
-            y = hand.add("RotaryEmbedding", [y, cos, sin], ["B", heads, "S", D], interleaved=0)
-        y = hand.add("Transpose", [y], ["B", "S", heads, D], perm=[0, 2, 1, 3])
-        ready.append(hand.add("Reshape", [y, flat], ["B", "S", heads * D]))
-    buffers = [hand.take(f"past_{part}", ["B", H_KV, S_MAX, D]) for part in ("k", "v")]
     lengths = [hand.take("last", ["B"], ir.DataType.INT32), hand.take("total", [], ir.DataType.INT32)]
-    out = hand.add(
-        "GroupQueryAttention", [*ready, *buffers, *lengths], ["B", "S", H * D], num_heads=H, kv_num_heads=H_KV,
-        do_rotary=0,
-    )  # fmt: skip
-    model = hand.model([out])
+    query_bias = hand.constant("q.bias", RANDOM.standard_normal(H * D).astype(np.float32)) if bias else None
+    outputs = []
+    for layer in layers:
+        ready = []
+        for name, heads in (("q", H), ("k", H_KV), ("v", H_KV)):
+            weight = hand.constant(
+                f"{layer}{name}.weight", (RANDOM.standard_normal((E, heads * D)) / 8).astype(np.float32)
+            )
+            y = hand.add("MatMul", [x, weight], ["B", "S", heads * D])
+            if bias:
+                numbers = RANDOM.standard_normal(heads * D).astype(np.float32)
+                value = query_bias if name == "q" else hand.constant(f"{layer}{name}.bias", numbers)
+                y = hand.add("Add", [y, value], ["B", "S", heads * D])
+            y = hand.add("Reshape", [y, by_head], ["B", "S", heads, D])
+            y = hand.add("Transpose", [y], ["B", heads, "S", D], perm=[0, 2, 1, 3])
+            if name != "v":
+                y = hand.add("RotaryEmbedding", [y, cos, sin], ["B", heads, "S", D], interleaved=0)
+            y = hand.add("Transpose", [y], ["B", "S", heads, D], perm=[0, 2, 1, 3])
+            ready.append(hand.add("Reshape", [y, flat], ["B", "S", heads * D]))
+        buffers = [hand.take(f"{layer}past_{part}", ["B", H_KV, S_MAX, D]) for part in ("k", "v")]
+        outputs.append(hand.add(
+            "GroupQueryAttention", [*ready, *buffers, *lengths], ["B", "S", H * D], num_heads=H, kv_num_heads=H_KV,
+            do_rotary=0,
+        ))  # fmt: skip
+    model = hand.model(outputs)
     return model, model.clone()
 
 
@@ -256,6 +265,19 @@ def test_attention_rotates_by_itself_and_reads_one_packed_product(tmp_path, bias
         written = ir.load(tmp_path / "m.onnx")
         assert _kinds(written) == ["MatMul", *(["Add"] if bias else []), "GroupQueryAttention"]
         np.testing.assert_allclose(_run(written, _used(written, feeds))[0], before, atol=1e-5)
+
+
+def test_layers_that_share_the_bias_of_q_are_packed_each_with_its_own():
+    # equal biases are one constant of the graph: the second layer's packed bias had the name of the first's
+    decode, prefill = _packable(bias=True, layers=("", "1."))
+    feeds = _packable_feeds()
+    feeds |= {f"1.{name}": feeds[name] for name in ("past_k", "past_v")}
+    before = _run(decode, feeds)
+    prepare_attention(decode, prefill, max_positions=12)
+    for model in (decode, prefill):
+        assert _kinds(model).count("MatMul") == 2
+        for found, wanted in zip(_run(model, feeds), before, strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

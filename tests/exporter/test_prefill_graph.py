@@ -174,5 +174,25 @@ def test_narrowing_keeps_what_the_slices_read(spans, narrowed, bias, tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(before, run(model, tmp_path), strict=True))
 
 
+def test_products_that_share_a_bias_are_narrowed_each_with_its_own(tmp_path):
+    # equal biases are one constant of the graph: the second product's cut bias had the name of the first's
+    model = sliced_graph([(2, 4)], bias=True)
+    x, bias = model.graph.inputs[0], model.graph.initializers["a.bias"]
+    weight = ir.val("b.weight", const_value=ir.tensor(np.ones((4, 6), np.float32), name="b.weight"))
+    model.graph.register_initializer(weight)
+    product = ir.node("MatMul", [x, weight])
+    add = ir.node("Add", [product.outputs[0], bias])
+    bounds = [model.graph.initializers[name] for name in ("start2", "axis2")]
+    stop = ir.val("stop5", const_value=ir.tensor(np.array([5], np.int64), name="stop5"))
+    model.graph.register_initializer(stop)
+    part = ir.node("Slice", [add.outputs[0], bounds[0], stop, bounds[1]])
+    model.graph.extend([product, add, part])
+    part.outputs[0].name, part.outputs[0].dtype = "other", ir.DataType.FLOAT
+    model.graph.outputs.append(part.outputs[0])
+    before = run(model, tmp_path)
+    assert narrow_projections(model) == 2
+    assert all(np.array_equal(a, b) for a, b in zip(before, run(model, tmp_path), strict=True))
+
+
 def test_nothing_is_narrowed_where_all_columns_are_read():
     assert narrow_projections(linear_graph(np.ones((4, 5)))) == 0

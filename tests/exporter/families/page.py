@@ -39,7 +39,9 @@ is tried and accepted only if that passes. In ONNX operators alone: [families-st
 Attention is **fused** (`com.microsoft.GroupQueryAttention`) wherever its arithmetic, tried in PyTorch, gives the
 model's own logits. Otherwise the family's own eager attention runs **over the buffer**: right, but it computes scores
 for every place of the KV buffer. Mixtures of experts compute every expert for every token (exact; the cost is that of a
-dense model of the same size).
+dense model of the same size), and experts that transformers keeps in one stack of three axes, as most families' are,
+stay in fp32 under `--precision int8`, `int4` and `int8-dynamic`: the export warns, and report.json has their bytes
+(`quantization`).
 
 Rotary embeddings whose frequencies change with the length (`longrope`, `dynamic`) are exported with those of the
 original length, and the bundle's `max_positions` ends there. Verification feeds up to 1100 tokens: a window or a chunk

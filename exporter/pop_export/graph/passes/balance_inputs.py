@@ -14,19 +14,20 @@ NORMS = ("RMSNormalization", "LayerNormalization")
 def readers_of_norms(models: Iterable[ir.Model]) -> dict[str, tuple[str, ...]]:
     """Return, by name of each norm's scale, the weights that read it in any of the graphs.
 
-    Only where all that reads the norm are products with constant matrices of their own, in every graph that has it:
-    then `balance_inputs` changes nothing but how numbers are shared between the norm and them.
+    Only where all that reads the norm are products with constant matrices of their own, and nothing else reads its
+    constants, in every graph that has them: then `balance_inputs` changes nothing but how numbers are shared between
+    the norm and them. Norms of equal values are one constant; a graph that lost one of its readers must not have it
+    balanced alone.
     """
     found: dict[str, tuple[str, ...]] = {}
     refused: set[str] = set()
     for model in models:
         for node in model.graph:
-            scale = _scale(node)
-            if scale is None:
+            if node.domain != "" or node.op_type not in NORMS:
                 continue
-            name = str(scale.name)
+            scale, name = _scale(node), str(node.inputs[1].name)  # type: ignore[union-attr]
             weights = [_weight(reader, index) for reader, index in node.outputs[0].uses()]
-            if not weights or None in weights or len(scale.uses()) != 1 or node.outputs[0].is_graph_output():
+            if scale is None or not weights or None in weights or node.outputs[0].is_graph_output():
                 refused.add(name)
             found[name] = tuple(dict.fromkeys((*found.get(name, ()), *(str(w.name) for w in weights if w is not None))))
     return {name: weights for name, weights in found.items() if name not in refused}
@@ -64,7 +65,7 @@ def balance_inputs(model: ir.Model, scales: Mapping[str, NDArray[np.float32]]) -
 
 
 def _scale(node: ir.Node) -> ir.Value | None:
-    """Return the constant scale [K] of a norm over the last axis, or None; a bias has to be as constant."""
+    """Return the constant scale [K] that a norm over the last axis alone reads, or None; a bias has to be as much."""
     if node.domain != "" or node.op_type not in NORMS or node.attributes.get_int("axis", -1) != -1:
         return None
     constants = node.inputs[1:]

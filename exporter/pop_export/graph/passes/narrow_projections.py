@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-SUFFIX = ".kv"
+SUFFIX = ".kv"  # ends the name of the part of a weight that is read
+COLUMNS = "pop.columns"  # metadata of such a part: which columns it has of the whole, as "low:high"
 
 
 def narrow_projections(model: ir.Model) -> int:
@@ -25,6 +26,16 @@ def narrow_projections(model: ir.Model) -> int:
     return count
 
 
+def narrowed_weights(model: ir.Model) -> dict[str, tuple[str, slice]]:
+    """Return, by name of each part that a graph has of a constant, the name of the whole and the part's columns."""
+    bounds = {value.name or "": value.metadata_props.get(COLUMNS) for value in model.graph.initializers.values()}
+    return {
+        name: (name.removesuffix(SUFFIX), slice(*map(int, columns.split(":"))))
+        for name, columns in bounds.items()
+        if columns is not None
+    }
+
+
 def _narrow(model: ir.Model, linear: ir.Node) -> bool:
     weight = linear.inputs[1]
     if weight is None or not weight.is_initializer() or weight.const_value is None or len(weight.uses()) != 1:
@@ -39,11 +50,12 @@ def _narrow(model: ir.Model, linear: ir.Node) -> bool:
     low, high = min(start for start, _ in known), max(stop for _, stop in known)
     if (low, high) == (0, num_columns):
         return False
-    _cut_input(model, linear, 1, low, high)
+    _cut_input(model, linear, 1, low, high, f"{weight.name}{SUFFIX}")
     for node in chain:
         for index, value in enumerate(node.inputs):
             if value is not weight and value is not None and _is_bias(value, num_columns):
-                _cut_input(model, node, index, low, high)
+                # not after the bias: layers may share one, where all of theirs are equal
+                _cut_input(model, node, index, low, high, f"{weight.name}.bias{SUFFIX}")
         node.outputs[0].shape = None
     for reader, span in zip(readers, known, strict=True):
         _move(model, reader, span, low)
@@ -107,11 +119,12 @@ def _move(model: ir.Model, reader: ir.Node, span: tuple[int, int], low: int) -> 
     model.graph.remove(reader, safe=True)
 
 
-def _cut_input(model: ir.Model, node: ir.Node, index: int, low: int, high: int) -> None:
+def _cut_input(model: ir.Model, node: ir.Node, index: int, low: int, high: int, name: str) -> None:
+    """Let a node read columns low..high of a constant, by a new one of that name."""
     old = node.inputs[index]
     assert old is not None and old.const_value is not None and old.name is not None
-    name = old.name + SUFFIX
     value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(old.const_value.numpy()[..., low:high]), name=name))
+    value.metadata_props[COLUMNS] = f"{low}:{high}"
     model.graph.register_initializer(value)
     node.replace_input_with(index, value)
     if not old.uses():

@@ -97,7 +97,7 @@ def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Valu
             constants.append(None)
             continue
         stored = [_stored(value) for value in values if value is not None]
-        constant, cast = _constant(graph, stored, axis, packed), values[0].producer()
+        constant, cast = _constant(graph, str(stored[0].name), stored, axis, packed), values[0].producer()  # type: ignore[union-attr]
         if cast is not None:
             casts.append(ir.node("Cast", [constant], dict(cast.attributes)))
             constant = casts[-1].outputs[0]
@@ -112,7 +112,9 @@ def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Valu
     if results[0] is not first:
         biases = [next(value for value in node.inputs if value is not None and value.is_initializer())
                   for node in results]  # fmt: skip
-        new.append(ir.node("Add", [new[0].outputs[0], _constant(graph, biases, 0, packed)]))
+        # Layers may share one bias, where all of theirs are equal: the weight of Q is this layer's own.
+        own = f"{first.inputs[1].name}.bias"  # type: ignore[union-attr]
+        new.append(ir.node("Add", [new[0].outputs[0], _constant(graph, own, biases, 0, packed)]))
     shape = results[0].outputs[0].shape
     for node in new:
         node.outputs[0].type = results[0].outputs[0].type
@@ -137,10 +139,15 @@ def _pack(graph: ir.Graph, linears: Sequence[ir.Node], packed: dict[str, ir.Valu
             graph.initializers.pop(str(value.name), None)
 
 
-def _constant(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, packed: dict[str, ir.Value]) -> ir.Value:
-    """Return constants joined along an axis; both graphs get the same tensor, made only when it is written."""
+def _constant(
+    graph: ir.Graph, first: str, values: Sequence[ir.Value | None], axis: int, packed: dict[str, ir.Value]
+) -> ir.Value:
+    """Return constants joined along an axis, called after the first; both graphs get the same tensor.
+
+    It is made only when it is written.
+    """
     tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
-    name = f"{next(value.name for value in values if value is not None)}{SUFFIX}"
+    name = f"{first}{SUFFIX}"
     if name not in packed:
         shape = tensors[0].shape.numpy()
         axis %= len(shape)
