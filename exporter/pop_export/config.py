@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Windows
+from pop_runtime.threads import check_threads
 
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
@@ -105,8 +106,7 @@ class ExportConfig:
             )
         if self.seed < 0:
             raise UsageError(f"--seed: expected at least 0, found {self.seed}")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads: expected at least 1, found {self.threads}")
+        check_threads(self.threads, "--threads")
 
     def _check_plan(self) -> None:
         """Refuse plans that contradict themselves."""

@@ -56,8 +56,9 @@ from pop_export.verify import (
 from pop_runtime.errors import UsageError
 from pop_runtime.manifest import KvLayer, Manifest, Plan, describe_files, write_manifest
 from pop_runtime.model import Model
-from pop_runtime.sessions import SessionPair, open_graphs, open_pair, visible_cores
+from pop_runtime.sessions import SessionPair, open_graphs, open_pair
 from pop_runtime.staging import staged_folder
+from pop_runtime.threads import visible_cores
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with

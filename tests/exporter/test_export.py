@@ -143,6 +143,8 @@ def test_json_ends_stdout_with_what_report_json_holds(quick_export, llama_folder
         (["--boundary-tokens", "0"], "--boundary-tokens: expected at least 1"),
         (["--sink-tokens", "-1"], "--sink-tokens: expected at least 0"),
         (["--threads", "0"], "--threads: expected at least 1"),
+        (["--threads", "100000"], "--threads: expected at most "),  # PyTorch ended the process
+        (["--threads", "99999999999"], "--threads: expected at most "),
         (["--seed", "-1"], "--seed: expected at least 0"),
     ],
 )
