@@ -41,7 +41,7 @@ from pop_export.report import build_report, write_json
 from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
 from pop_export.segmented import add_segments, segments_summary
-from pop_export.selection import Choice, choose_plan
+from pop_export.selection import Choice, check_plan, choose_plan
 from pop_export.speed import measure_speed
 from pop_export.verify import (
     NUM_STEPS,
@@ -100,6 +100,8 @@ def export(config: ExportConfig) -> Bundle:
             trust_remote_code=config.trust_remote_code,
             allow_pickle=config.allow_pickle,
         )
+        check_plan(config, num_layers_of(checkpoint.model))
+        saved = _saved_calibration(config, checkpoint)
         kv_layers = kv_layout(checkpoint.model)
         num_weights = sum(parameter.numel() for parameter in checkpoint.model.parameters())
         check_space(config.out, num_weights * NUM_BITS[config.precision] // 8)
@@ -115,7 +117,7 @@ def export(config: ExportConfig) -> Bundle:
             require_finite(checkpoint.model, prompt)
         decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
     with watch.stage("calibrate", "calibrating"):
-        calibration = _calibration(config, checkpoint, samples)
+        calibration = saved or _calibration(config, checkpoint, samples)
     with watch.stage("own_text", "letting the model write text to fit on"):
         text = fitting_text(config, checkpoint, corpus)
     choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, text, aside, watch)
@@ -234,14 +236,17 @@ def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
     )
 
 
+def _saved_calibration(config: ExportConfig, checkpoint: Checkpoint) -> Calibration | None:
+    """Return the saved calibration that was asked for, None where there is to be a new one."""
+    if config.calibration is None:
+        return None
+    return read_calibration(
+        config.calibration, num_layers=num_layers_of(checkpoint.model), model_sha256=checkpoint.source["sha256"]
+    )
+
+
 def _calibration(config: ExportConfig, checkpoint: Checkpoint, samples: Samples) -> Calibration:
-    """Return the saved calibration that was asked for, or a new one."""
-    if config.calibration is not None:
-        return read_calibration(
-            config.calibration,
-            num_layers=num_layers_of(checkpoint.model),
-            model_sha256=checkpoint.source["sha256"],
-        )
+    """Return a new calibration."""
     return calibrate(
         checkpoint.model,
         samples,

@@ -29,6 +29,15 @@ class Choice:
     curve: tuple[Point, ...]  # over ratios, each plan holding the one before it
 
 
+def check_plan(config: ExportConfig, num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers that the user listed, None without a list; to be asked as soon as their number is known.
+
+    Raises:
+        UsageError: the list makes no sense for this model.
+    """
+    return None if config.prune_layers is None else parse_layers(config.prune_layers, num_layers)
+
+
 def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float]) -> Choice:
     """Return the layers to skip as `config` asks for.
 
@@ -38,11 +47,11 @@ def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float])
         importance: [L], prefill importance by gates.
 
     Raises:
-        UsageError: the list of layers makes no sense for this model.
+        UsageError: as `check_plan`.
         GateError: no plan meets the budget (names the nearest that can be reached).
     """
     num_layers = len(importance)
-    listed = None if config.prune_layers is None else parse_layers(config.prune_layers, num_layers)
+    listed = check_plan(config, num_layers)
     most = num_skipped_at(max(MAX_RATIO, config.ratio), num_layers)
     order = layer_order(importance)
     if config.searches:

@@ -257,6 +257,23 @@ def test_where_damage_decides_windows_that_hide_it_are_refused_before_any_work(q
         quick_export(**{"boundary_tokens": 400, **settings})
 
 
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"prune_layers": "99"}, UsageError, '--prune-layers "99": expected layers 0 to 4'),
+        ({"prune_layers": ""}, UsageError, '--prune-layers "": expected layers such as'),
+        ({"calibration": "none.json"}, UsageError, "--calibration none.json: cannot be read"),
+        ({"calibration": __file__}, ModelError, "expected JSON"),
+    ],
+)
+def test_layers_and_a_saved_calibration_are_checked_before_any_work(
+    quick_export, monkeypatch, settings, error, message
+):
+    monkeypatch.setattr(pipeline, "calibration_samples", lambda *_, **__: pytest.fail("read text first"))
+    with pytest.raises(error, match=message):
+        quick_export(**settings)
+
+
 def test_where_layers_are_named_it_is_said_that_no_damage_was_measured(quick_export, capsys):
     bundle = quick_export(prune_layers="1,3", boundary_tokens=400)
     assert (
