@@ -13,7 +13,7 @@ from pop_export.layer_plan import layer_order, num_skipped_at, parse_layers
 from pop_export.plan_lab import PlanLab, Point
 from pop_export.progress import progress
 from pop_export.search import search_order
-from pop_runtime.errors import GateError
+from pop_runtime.errors import GateError, UsageError
 
 CURVE_RATIOS = (1 / 6, 1 / 3, 0.5, 0.6)
 MAX_RATIO = 0.6  # no budget looks further: damage there is beyond use
@@ -33,8 +33,13 @@ def check_plan(config: ExportConfig, num_layers: int) -> tuple[int, ...] | None:
     """Return the layers that the user listed, None without a list; to be asked as soon as their number is known.
 
     Raises:
-        UsageError: the list makes no sense for this model.
+        UsageError: the list makes no sense for this model, or a budget asks for layers to skip of a single one.
     """
+    budget = "--max-kl" if config.max_kl is not None else "--target-speedup"
+    if num_layers == 1 and (config.max_kl is not None or config.target_speedup is not None):
+        raise UsageError(
+            f"{budget}: expected a model that has a layer to skip, found one of a single layer; leave it out"
+        )
     return None if config.prune_layers is None else parse_layers(config.prune_layers, num_layers)
 
 
