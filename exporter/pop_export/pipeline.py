@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from pop_export import speed
 from pop_export.ablation import ablation_summary
 from pop_export.bundle import Bundle, check_space, check_target, save_graphs
 from pop_export.calibration.calibrate import calibrate
@@ -27,6 +28,7 @@ from pop_export.config import NUM_BITS, ExportConfig
 from pop_export.cost import prompt_work
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
+from pop_export.graph import attention_form
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.graph.fuse import prepare_attention
@@ -42,7 +44,6 @@ from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
 from pop_export.segmented import add_segments, segments_summary
 from pop_export.selection import Choice, check_plan, choose_plan
-from pop_export.speed import measure_speed
 from pop_export.verify import (
     NUM_STEPS,
     Check,
@@ -53,7 +54,7 @@ from pop_export.verify import (
     verify_last_layer,
     verify_quantized,
 )
-from pop_runtime.errors import UsageError
+from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import KvLayer, Manifest, Plan, describe_files, write_manifest
 from pop_runtime.model import Model
 from pop_runtime.sessions import SessionPair, open_graphs, open_pair
@@ -62,6 +63,7 @@ from pop_runtime.threads import visible_cores
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
+MIN_POSITIONS = max(attention_form.NUM_TOKENS, speed.DECODE_STEPS + 1)  # of what a model is tried and timed with
 
 
 @dataclass
@@ -100,6 +102,7 @@ def export(config: ExportConfig) -> Bundle:
             trust_remote_code=config.trust_remote_code,
             allow_pickle=config.allow_pickle,
         )
+        _check_positions(checkpoint)
         check_plan(config, num_layers_of(checkpoint.model))
         saved = _saved_calibration(config, checkpoint)
         kv_layers = kv_layout(checkpoint.model)
@@ -146,7 +149,7 @@ def export(config: ExportConfig) -> Bundle:
             del whole
         with watch.stage("measure", "measuring speed and damage"):
             sessions = open_pair(folder, manifest, config.threads)
-            speed = measure_speed(sessions, manifest)
+            timed = speed.measure_speed(sessions, manifest)
             damage = None if original is None else precision_damage(sessions, manifest, original)
             if damage is not None and config.precision == "int8-dynamic":
                 require_small_damage(damage)
@@ -154,7 +157,7 @@ def export(config: ExportConfig) -> Bundle:
         with watch.stage("sample", "generating sample answers"):
             answers = sample_answers(Model(folder, manifest, sessions))
         report = build_report(
-            config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
+            config, checkpoint, calibration, manifest, verification, last_layer, timed, damage, folder, watch.seconds
         )
         report |= measured | {
             "samples": answers,
@@ -163,6 +166,16 @@ def export(config: ExportConfig) -> Bundle:
         }
         manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
+
+
+def _check_positions(checkpoint: Checkpoint) -> None:
+    """Raise ModelError for a model too short for the tokens that any model is tried with."""
+    num_positions = max_positions_of(checkpoint.model)
+    if num_positions < MIN_POSITIONS:
+        raise ModelError(
+            f"{checkpoint.source['source']}: expected a model of at least {MIN_POSITIONS} positions, found "
+            f"{num_positions} (config); give one that reads longer prompts"
+        )
 
 
 def _planned(

@@ -187,6 +187,18 @@ def test_a_model_of_few_positions_is_calibrated_and_verified_within_them(tmp_pat
     assert json.loads((tmp_path / "out" / "report.json").read_text())["verification"]["num_prompt_tokens"] == 16
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_of_fewer_positions_than_it_is_tried_with_is_one_line_and_exit_3(tmp_path, capsys, family):
+    """Times were taken of 1 + 16 tokens, exit 4; GPT-2, whose positions are a table, failed in a traceback."""
+    config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 16, "num_hidden_layers": 2})
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300, n_positions=16)
+    save_checkpoint(tmp_path / "short", tiny_model(config))
+    flags = ("--calibration-samples", 2, "--boundary-tokens", 4)
+    assert _exit("--model", tmp_path / "short", "--out", tmp_path / "out", *flags) == 3
+    assert "short: expected a model of at least 24 positions, found 16 (config); give" in _one_line(capsys)
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_quietly_and_leaves_nothing(llama_folder, tmp_path, sign):
     command = [
