@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from pop_export import ExportConfig, pipeline, speed
 from pop_export.cli import main, summary
 from pop_export.extras import imports_for
 from pop_export.reference import PrefillPlan
+from pop_export.samples import sample_answers
 from pop_runtime.errors import GateError, ModelError, UsageError
 from pop_runtime.manifest import read_manifest, verify_files
 from tests.exporter.conftest import TINY_PLAN
-from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
+from tests.tiny_models import CHAT_TEMPLATE, TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -284,6 +286,25 @@ def test_layers_and_a_saved_calibration_are_checked_before_any_work(
     monkeypatch.setattr(pipeline, "calibration_samples", lambda *_, **__: pytest.fail("read text first"))
     with pytest.raises(error, match=message):
         quick_export(**settings)
+
+
+def test_a_template_that_takes_no_plain_exchange_leaves_samples_to_raw_prompts(
+    quick_export, llama_folder, tmp_path, monkeypatch, caplog
+):
+    """It ended the export at its last stage, with nothing written."""
+    folder = shutil.copytree(llama_folder, tmp_path / "model")
+    template = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(template + CHAT_TEMPLATE)
+    bundle = quick_export(model=str(folder), prune_layers="1", curve=False, boundary_tokens=4)
+    assert len(bundle.report["samples"]) == 1  # the others are longer than the model
+    assert "no sample answers to chat prompts: chat template: expected messages it accepts" in caplog.text
+
+    def refuse(*_):
+        raise UsageError("prompt, token 3: expected an id of 0..299, found 300")
+
+    monkeypatch.setattr(pop_runtime.Model, "encode_prompt", refuse)
+    assert sample_answers(pop_runtime.load(bundle.folder, threads=1)) == []
+    assert "no sample answers to raw prompts: prompt, token 3" in caplog.text
 
 
 def test_where_layers_are_named_it_is_said_that_no_damage_was_measured(quick_export, capsys):
