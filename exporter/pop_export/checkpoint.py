@@ -17,6 +17,7 @@ from pop_export.locate import Location, locate
 from pop_export.quiet import first_line
 from pop_export.tokenizer_files import (
     TokenizerFiles,
+    check_generation_settings,
     end_of_turn_id,
     load_tokenizer,
     save_tokenizer,
@@ -78,6 +79,7 @@ def _load_folder(place: Location, *, trust_remote_code: bool, allow_pickle: bool
     config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
     model, files = load_folder(folder, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    check_generation_settings(folder, model)
     # as written in the files: a config class has end ids of its own where the file names none
     declared = [generation, config, config.get("text_config") or {}]
     return _checkpoint(place, model, tokenizer, declared, _sha256_of_all(files), _card_license(folder))

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from pop_runtime.checks import check_least, shown
 from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Windows
+from pop_runtime.threads import check_threads
 
 DEFAULT_RATIO = 1 / 3  # the paper's choice
 MIN_REFIT_LENGTH = 16  # shorter windows have no prompt and continuation worth measuring
+# The least that each whole number may be, with what to say of it, and the most, beyond any model or text:
+LEAST: dict[str, tuple[int, str]] = {
+    "calibration_samples": (1, ""),
+    "calibration_length": (4, " tokens"),
+    "calibration_batch": (1, ""),
+    "seed": (0, ""),
+    "search_breadth": (1, ""),
+    "refit_samples": (1, ""),
+    "self_samples": (0, ""),
+    "refit_length": (MIN_REFIT_LENGTH, " tokens"),
+    "tune_steps": (0, ""),
+    "sink_tokens": (0, ""),
+    "boundary_tokens": (1, " (the last prompt token predicts the first new one)"),
+}
+MOST = 2**53 - 1  # what every reader of JSON keeps as it is
 Dialect = Literal["ort", "standard"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "int8-dynamic"]
 BLOCKWISE: tuple[Precision, ...] = ("int8", "int4")  # weights in blocks that share a scale
@@ -75,38 +94,16 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         """Take paths as text too, and refuse values that no model could make sense of."""
-        for name in ("out", "calibration"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        for name in (
-            "calibration_samples",
-            "calibration_length",
-            "calibration_batch",
-            "refit_samples",
-            "search_breadth",
-        ):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, found {getattr(self, name)}")
-        if self.calibration_length < 4:
-            raise UsageError(f"--calibration-length: expected at least 4 tokens, found {self.calibration_length}")
-        if self.self_samples < 0:
-            raise UsageError(f"--self-samples: expected at least 0, found {self.self_samples}")
-        if self.tune_steps < 0:
-            raise UsageError(f"--tune-steps: expected at least 0, found {self.tune_steps}")
+        for name, hint in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, _taken(_flag(name), getattr(self, name), hint))
+        for name, (least, why) in LEAST.items():
+            check_least(_flag(name), getattr(self, name), least, why)
+            if getattr(self, name) > MOST:
+                raise UsageError(f"{_flag(name)}: expected at most {MOST}, found {getattr(self, name)}; lower it")
+        check_threads(self.threads, "--threads")
         self._check_plan()
         self._check_precision()
         self._check_effect()
-        if self.sink_tokens < 0:
-            raise UsageError(f"--sink-tokens: expected at least 0, found {self.sink_tokens}")
-        if self.boundary_tokens < 1:
-            raise UsageError(
-                f"--boundary-tokens: expected at least 1 (the last prompt token predicts the first new one), "
-                f"found {self.boundary_tokens}"
-            )
-        if self.seed < 0:
-            raise UsageError(f"--seed: expected at least 0, found {self.seed}")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads: expected at least 1, found {self.threads}")
 
     def _check_plan(self) -> None:
         """Refuse plans that contradict themselves."""
@@ -129,8 +126,6 @@ class ExportConfig:
             raise UsageError("--select search and --prune-layers: the list leaves nothing to search; drop one of them")
         if self.surrogate == "auto" and not self.refit:
             raise UsageError("--surrogate auto and --no-refit: surrogates are fitted with the refit; drop one of them")
-        if self.refit_length < MIN_REFIT_LENGTH:
-            raise UsageError(f"--refit-length: expected at least {MIN_REFIT_LENGTH} tokens, found {self.refit_length}")
 
     @property
     def ratio(self) -> float:
@@ -167,15 +162,12 @@ class ExportConfig:
         for cause, names in idle.items():
             for name in names:
                 if getattr(self, name) and getattr(self, name) != defaults[name]:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise UsageError(f"{flag} and {cause}: the one has no effect beside the other; drop one of them")
+                    raise UsageError(
+                        f"{_flag(name)} and {cause}: the one has no effect beside the other; drop one of them"
+                    )
 
     def _check_precision(self) -> None:
         """Refuse settings of quantisation that do not go with the precision or with each other."""
-        if self.precision not in get_args(Precision):
-            raise UsageError(f"--precision: expected one of {', '.join(get_args(Precision))}, found {self.precision}")
-        if self.dialect not in get_args(Dialect):
-            raise UsageError(f"--dialect: expected one of {', '.join(get_args(Dialect))}, found {self.dialect}")
         if self.dialect == "standard" and self.precision in QUANTIZED:
             raise UsageError(
                 f"--precision: expected fp32, fp16 or bf16 with --dialect standard, found {self.precision}, whose "
@@ -205,3 +197,42 @@ class ExportConfig:
                 f"--symmetric: expected --quantizer gptq or rtn with it, found {self.quantizer}, which places the zero "
                 "point itself; leave --symmetric out"
             )
+
+
+def _flag(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _taken(flag: str, value: Any, hint: Any) -> Any:
+    """Return a value as its field holds it: a path from text, text from a path, one source of text as a tuple of it.
+
+    The command line gives every value its type; from Python any value may come, and one that is taken for another
+    makes a bundle that is not what its manifest says.
+
+    Raises:
+        UsageError: the value is of another type than the field's, or not among the values that it may have.
+    """
+    kind, *others = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    if value is None and others:
+        return None
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    if kind is str and isinstance(value, str | Path):
+        return str(value)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if kind is float and isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    if get_origin(kind) is Literal and isinstance(value, str) and value in get_args(kind):
+        return value
+    if get_origin(kind) is tuple:
+        items = [value] if isinstance(value, str | Path) else value
+        if isinstance(items, list | tuple) and all(isinstance(item, str | Path) for item in items):
+            return tuple(str(item) for item in items)
+    names = {Path: "a path", str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+    expected = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else names.get(kind, "texts")
+    raise UsageError(f"{flag}: expected {expected}, found {shown(value)}; change it or leave it out")

@@ -12,6 +12,7 @@ from transformers.integrations.gguf import convert_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from pop_export.quiet import first_line
+from pop_export.tokenizer_files import check_template
 from pop_runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ def gguf_tokenizer(path: Path, architecture: str, metadata: dict[str, Any]) -> P
     """Return the tokenizer, with its special tokens, chat template and the file's rule for bos and eos.
 
     Raises:
-        ModelError: the file holds no tokenizer, or one of a kind that is not supported (names the key).
+        ModelError: the file holds no tokenizer, one of a kind that is not supported (names the key), or a chat template
+            that is none.
     """
     prefix = "tokenizer.ggml."
     fields = {name: metadata[prefix + key] for key, name in _FIELDS.items() if prefix + key in metadata}
@@ -61,6 +63,7 @@ def gguf_tokenizer(path: Path, architecture: str, metadata: dict[str, Any]) -> P
         _set_split(path, backend, fields.get("pre_tokenizer_type"))
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     fast.chat_template = metadata.get("tokenizer.chat_template")
+    check_template(fast, f"{path}: tokenizer.chat_template")
     _set_template(fast, metadata, kind, fields.get("pre_tokenizer_type"))
     return fast
 

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from pop_export import speed
 from pop_export.ablation import ablation_summary
 from pop_export.bundle import Bundle, check_space, check_target, save_graphs
 from pop_export.calibration.calibrate import calibrate
@@ -27,6 +28,7 @@ from pop_export.config import ExportConfig
 from pop_export.cost import prompt_work
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
+from pop_export.graph import attention_form
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.graph.fuse import prepare_attention
@@ -41,8 +43,7 @@ from pop_export.report import build_report, write_json
 from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
 from pop_export.segmented import add_segments, segments_summary
-from pop_export.selection import Choice, choose_plan
-from pop_export.speed import measure_speed
+from pop_export.selection import Choice, check_plan, choose_plan
 from pop_export.verify import (
     NUM_STEPS,
     Check,
@@ -53,14 +54,16 @@ from pop_export.verify import (
     verify_last_layer,
     verify_quantized,
 )
-from pop_runtime.errors import UsageError
+from pop_runtime.errors import ModelError, UsageError
 from pop_runtime.manifest import KvLayer, Manifest, Plan, describe_files, write_manifest
 from pop_runtime.model import Model
-from pop_runtime.sessions import SessionPair, open_graphs, open_pair, visible_cores
+from pop_runtime.sessions import SessionPair, open_graphs, open_pair
 from pop_runtime.staging import staged_folder
+from pop_runtime.threads import visible_cores
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
+MIN_POSITIONS = max(attention_form.NUM_TOKENS, speed.DECODE_STEPS + 1)  # of what a model is tried and timed with
 
 
 @dataclass
@@ -99,6 +102,9 @@ def export(config: ExportConfig) -> Bundle:
             trust_remote_code=config.trust_remote_code,
             allow_pickle=config.allow_pickle,
         )
+        _check_positions(checkpoint)
+        check_plan(config, num_layers_of(checkpoint.model))
+        saved = _saved_calibration(config, checkpoint)
         kv_layers = kv_layout(checkpoint.model)
         check_space(config.out, least_bytes(config, checkpoint.model))
     with watch.stage("text", "gathering text"):
@@ -113,7 +119,7 @@ def export(config: ExportConfig) -> Bundle:
             require_finite(checkpoint.model, prompt)
         decode = build_decode_graph(checkpoint.model, kv_layers, config.dialect)
     with watch.stage("calibrate", "calibrating"):
-        calibration = _calibration(config, checkpoint, samples)
+        calibration = saved or _calibration(config, checkpoint, samples)
     with watch.stage("own_text", "letting the model write text to fit on"):
         text = fitting_text(config, checkpoint, corpus)
     choice, fitted, measured = _planned(config, checkpoint, kv_layers, calibration, text, aside, watch)
@@ -142,7 +148,7 @@ def export(config: ExportConfig) -> Bundle:
             del whole
         with watch.stage("measure", "measuring speed and damage"):
             sessions = open_pair(folder, manifest, config.threads)
-            speed = measure_speed(sessions, manifest)
+            timed = speed.measure_speed(sessions, manifest)
             damage = None if original is None else precision_damage(sessions, manifest, original)
             if damage is not None and config.precision == "int8-dynamic":
                 require_small_damage(damage)
@@ -150,7 +156,7 @@ def export(config: ExportConfig) -> Bundle:
         with watch.stage("sample", "generating sample answers"):
             answers = sample_answers(Model(folder, manifest, sessions))
         report = build_report(
-            config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
+            config, checkpoint, calibration, manifest, verification, last_layer, timed, damage, folder, watch.seconds
         )
         report |= measured | {
             "samples": answers,
@@ -160,6 +166,16 @@ def export(config: ExportConfig) -> Bundle:
         }
         manifest = _finish(folder, manifest, calibration, report)
     return Bundle(config.out, manifest, report)
+
+
+def _check_positions(checkpoint: Checkpoint) -> None:
+    """Raise ModelError for a model too short for the tokens that any model is tried with."""
+    num_positions = max_positions_of(checkpoint.model)
+    if num_positions < MIN_POSITIONS:
+        raise ModelError(
+            f"{checkpoint.source['source']}: expected a model of at least {MIN_POSITIONS} positions, found "
+            f"{num_positions} (config); give one that reads longer prompts"
+        )
 
 
 def _planned(
@@ -233,14 +249,17 @@ def _samples(config: ExportConfig, checkpoint: Checkpoint) -> Samples:
     )
 
 
+def _saved_calibration(config: ExportConfig, checkpoint: Checkpoint) -> Calibration | None:
+    """Return the saved calibration that was asked for, None where there is to be a new one."""
+    if config.calibration is None:
+        return None
+    return read_calibration(
+        config.calibration, num_layers=num_layers_of(checkpoint.model), model_sha256=checkpoint.source["sha256"]
+    )
+
+
 def _calibration(config: ExportConfig, checkpoint: Checkpoint, samples: Samples) -> Calibration:
-    """Return the saved calibration that was asked for, or a new one."""
-    if config.calibration is not None:
-        return read_calibration(
-            config.calibration,
-            num_layers=num_layers_of(checkpoint.model),
-            model_sha256=checkpoint.source["sha256"],
-        )
+    """Return a new calibration."""
     return calibrate(
         checkpoint.model,
         samples,

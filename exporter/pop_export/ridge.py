@@ -89,7 +89,8 @@ def ridge_change(gram: np.ndarray, cross: np.ndarray, ridge: float, has_intercep
         )
     num_held_back = len(gram) - has_intercept
     penalty = np.zeros(len(gram))
-    penalty[:num_held_back] = ridge * max(float(np.diag(gram)[:num_held_back].mean()), np.finfo(float).tiny)
+    mean_square = float(np.diag(gram)[:num_held_back].mean())
+    penalty[:num_held_back] = max(ridge * mean_square, np.finfo(float).tiny)  # features may be 0 throughout
     return np.linalg.solve(gram + np.diag(penalty), cross)
 
 
@@ -111,7 +112,13 @@ class Fitted:
 
 
 def fit(fitting: Moments, held_out: Moments, has_intercept: bool, ridges: Sequence[float] = RIDGES) -> Fitted:
-    """Return the fit whose ridge, one of `ridges`, does best on the tokens kept aside."""
+    """Return the fit whose ridge, one of `ridges`, does best on the tokens kept aside; no change without any token.
+
+    There is none where every window of text ends within the sink.
+    """
+    if fitting.num_tokens == 0:  # the sums are singular where an intercept is not held back
+        error = held_out.relative_error()
+        return Fitted(np.zeros_like(fitting.cross), min(ridges), 0.0, 0.0, error, error)
     changes = {ridge: ridge_change(fitting.gram, fitting.cross, ridge, has_intercept) for ridge in ridges}
     errors = {ridge: held_out.relative_error(change) for ridge, change in changes.items()}
     best = min(errors, key=lambda ridge: errors[ridge])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from pop_runtime.errors import UsageError
 from pop_runtime.model import Model
 from pop_runtime.sequence import Prefill
 
+_LOG = logging.getLogger(__name__)
 NEW_TOKENS = 48
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
@@ -27,20 +30,29 @@ PROMPTS = (
 def sample_answers(model: Model, num_new: int = NEW_TOKENS) -> list[dict[str, Any]]:
     """Return greedy answers of a bundle to `PROMPTS`, each with `prompt`, `full`, `pruned` and `common_tokens`.
 
-    Prompts that the model is too short for are left out, and all of them without a tokenizer.
+    Prompts that the model is too short for are left out, and all of them without a tokenizer. Where the chat template
+    takes no plain message of a user, or writes ids that the model lacks, the prompts are raw text.
     """
     if model.tokenizer is None:
         return []
     room = model.manifest.max_positions - num_new
-    fitting = [prompt for prompt in PROMPTS if len(model.encode_prompt(prompt)) <= room]
-    return [_answers(model, prompt, num_new) for prompt in fitting]
+    for raw in (False, True):
+        try:
+            fitting = [prompt for prompt in PROMPTS if len(model.encode_prompt(prompt, raw)) <= room]
+        except UsageError as error:  # the export is whole without samples
+            _LOG.warning("no sample answers to %s prompts: %s", "raw" if raw else "chat", error)
+            continue
+        return [_answers(model, prompt, num_new, raw) for prompt in fitting]
+    return []
 
 
-def _answers(model: Model, prompt: str, num_new: int) -> dict[str, Any]:
+def _answers(model: Model, prompt: str, num_new: int, raw: bool) -> dict[str, Any]:
     """Return one prompt's answers and how many leading tokens they have in common, end token not counted."""
     modes: tuple[Prefill, ...] = ("full", "pop")
     full, pruned = (
-        model.generate(prompt, max_new_tokens=num_new, prefill=prefill, temperature=0.0, repetition_penalty=1.0)
+        model.generate(
+            prompt, max_new_tokens=num_new, prefill=prefill, raw=raw, temperature=0.0, repetition_penalty=1.0
+        )
         for prefill in modes
     )
     ids = [[token.id for token in answer] for answer in (full, pruned)]

@@ -13,7 +13,7 @@ from pop_export.layer_plan import layer_order, num_skipped_at, parse_layers
 from pop_export.plan_lab import PlanLab, Point
 from pop_export.progress import progress
 from pop_export.search import search_order
-from pop_runtime.errors import GateError
+from pop_runtime.errors import GateError, UsageError
 
 CURVE_RATIOS = (1 / 6, 1 / 3, 0.5, 0.6)
 MAX_RATIO = 0.6  # no budget looks further: damage there is beyond use
@@ -29,6 +29,20 @@ class Choice:
     curve: tuple[Point, ...]  # over ratios, each plan holding the one before it
 
 
+def check_plan(config: ExportConfig, num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers that the user listed, None without a list; to be asked as soon as their number is known.
+
+    Raises:
+        UsageError: the list makes no sense for this model, or a budget asks for layers to skip of a single one.
+    """
+    budget = "--max-kl" if config.max_kl is not None else "--target-speedup"
+    if num_layers == 1 and (config.max_kl is not None or config.target_speedup is not None):
+        raise UsageError(
+            f"{budget}: expected a model that has a layer to skip, found one of a single layer; leave it out"
+        )
+    return None if config.prune_layers is None else parse_layers(config.prune_layers, num_layers)
+
+
 def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float]) -> Choice:
     """Return the layers to skip as `config` asks for.
 
@@ -38,11 +52,11 @@ def choose_plan(config: ExportConfig, lab: PlanLab, importance: Sequence[float])
         importance: [L], prefill importance by gates.
 
     Raises:
-        UsageError: the list of layers makes no sense for this model.
+        UsageError: as `check_plan`.
         GateError: no plan meets the budget (names the nearest that can be reached).
     """
     num_layers = len(importance)
-    listed = None if config.prune_layers is None else parse_layers(config.prune_layers, num_layers)
+    listed = check_plan(config, num_layers)
     most = num_skipped_at(max(MAX_RATIO, config.ratio), num_layers)
     order = layer_order(importance)
     if config.searches:

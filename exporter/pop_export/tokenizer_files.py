@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from pop_export.quiet import first_line, quiet_transformers
+from pop_runtime.chat import compile_template
+from pop_runtime.checks import shown
 from pop_runtime.errors import ModelError
+from pop_runtime.request import check_generation_config
 
 if TYPE_CHECKING:
     from pop_export.checkpoint import Checkpoint
@@ -38,7 +41,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     """Return the tokenizer of a Hugging Face folder.
 
     Raises:
-        ModelError: there is none, it is damaged, or it cannot be written as a tokenizer.json.
+        ModelError: there is none, it is damaged or cannot be written as a tokenizer.json, or its chat template is none.
     """
     has_file = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     if not has_file and not trust_remote_code:
@@ -54,7 +57,37 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
         raise ModelError(
             f"{folder}: {type(tokenizer).__name__} cannot be written as tokenizer.json, which the runtime needs"
         )
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # the first that is there is read
+    name = next((name for name in names if (folder / name).is_file()), names[-1])
+    check_template(tokenizer, str(folder / name))
     return tokenizer
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    """Raise ModelError unless the chat template, where there is one, is Jinja as the runtime reads it."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several by name, of which a bundle keeps this one
+        template = template.get("default")
+    if template is None:
+        return
+    if not isinstance(template, str):
+        raise ModelError(f"{place}: expected the text of a chat template, found {shown(template)}; mend the file")
+    compile_template(template, place, "mend or remove the template")
+
+
+def check_generation_settings(folder: Path, model: PreTrainedModel) -> None:
+    """Raise ModelError, naming the checkpoint's file, for a setting that the runtime would refuse in every request."""
+    try:
+        check_generation_config(_generation_settings(model))
+    except ModelError as error:  # begins with the name of the bundle's file
+        name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
+        raise ModelError(f"{folder / name}{str(error).removeprefix('generation_config.json')}") from error
+
+
+def _generation_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the checkpoint's own settings of generation, whatever transformers thinks of them."""
+    own = model.generation_config.to_diff_dict()
+    return {key: value for key, value in own.items() if value is not None and key not in _NOT_SETTINGS}
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -103,8 +136,7 @@ def save_tokenizer(checkpoint: Checkpoint, folder: Path) -> TokenizerFiles:
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder}: {type(checkpoint.tokenizer).__name__} did not write tokenizer.json")
     _write_json(folder / "tokenizer_config.json", _without_traces(folder / "tokenizer_config.json"))
-    own = checkpoint.model.generation_config.to_diff_dict()
-    settings = {key: value for key, value in own.items() if value is not None and key not in _NOT_SETTINGS}
+    settings = _generation_settings(checkpoint.model)
     settings["eos_token_id"] = list(checkpoint.eos_token_ids)
     for key in ("bos_token_id", "pad_token_id"):
         settings.pop(key, None)

@@ -363,3 +363,44 @@ def test_a_tokenizer_that_cannot_become_tokenizer_json_is_refused(copy):
     (copy / "merges.txt").write_text("#version: 0.2\n")
     edit_json(copy / "tokenizer_config.json", tokenizer_class="CTRLTokenizer", backend=None)
     refused(copy, "CTRLTokenizer cannot be written as tokenizer.json")
+
+
+# what the runtime would refuse in a finished bundle
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}", "{{ messages[0] }", "{{ " + "(" * 300 + ")" * 300 + " }}"]
+)
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_that_is_no_jinja_is_named_with_its_file(copy, name, template):
+    """It failed an export at its end, and named the staging folder that was gone by then."""
+    (copy / "chat_template.jinja").unlink()
+    if name == "chat_template.jinja":
+        (copy / name).write_text(template)
+    else:
+        edit_json(copy / name, chat_template=template)
+    refused(copy, rf"copy/{name}: expected a Jinja template, found .*; mend or remove the template$")
+
+
+def test_a_template_that_is_no_text_is_refused(copy):
+    (copy / "chat_template.jinja").unlink()
+    edit_json(copy / "tokenizer_config.json", chat_template=5)
+    refused(copy, "copy/tokenizer_config.json: expected the text of a chat template, found 5; mend the file")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"temperature": "hot"}, "temperature: expected a number of at least 0, found 'hot'"),
+        ({"top_k": 2.5}, "top_k: expected a whole number"),
+        ({"do_sample": "yes"}, "do_sample: expected true or false, found 'yes'"),
+        ({"stop_strings": [""]}, "stop_strings: expected text that is not empty"),
+    ],
+)
+def test_a_setting_of_generation_that_no_runtime_takes_is_named_with_its_file(copy, setting, message):
+    edit_json(copy / "generation_config.json", **setting)
+    refused(copy, f"copy/generation_config.json, {message}")
+
+
+def test_a_setting_of_generation_may_lie_in_config_json(copy):
+    (copy / "generation_config.json").unlink()
+    edit_json(copy / "config.json", temperature="hot")
+    refused(copy, "copy/config.json, temperature: expected a number of at least 0, found 'hot'")

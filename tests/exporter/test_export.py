@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from pop_export import ExportConfig, pipeline, speed
 from pop_export.cli import main, summary
 from pop_export.extras import imports_for
 from pop_export.reference import PrefillPlan
+from pop_export.samples import sample_answers
 from pop_runtime.errors import GateError, ModelError, UsageError
 from pop_runtime.manifest import read_manifest, verify_files
 from tests.exporter.conftest import TINY_PLAN
-from tests.tiny_models import TINY, byte_tokenizer, save_checkpoint, tiny_model
+from tests.tiny_models import CHAT_TEMPLATE, TINY, byte_tokenizer, save_checkpoint, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +145,8 @@ def test_json_ends_stdout_with_what_report_json_holds(quick_export, llama_folder
         (["--boundary-tokens", "0"], "--boundary-tokens: expected at least 1"),
         (["--sink-tokens", "-1"], "--sink-tokens: expected at least 0"),
         (["--threads", "0"], "--threads: expected at least 1"),
+        (["--threads", "100000"], "--threads: expected at most "),  # PyTorch ended the process
+        (["--threads", "99999999999"], "--threads: expected at most "),
         (["--seed", "-1"], "--seed: expected at least 0"),
     ],
 )
@@ -183,6 +187,18 @@ def test_a_model_of_few_positions_is_calibrated_and_verified_within_them(tmp_pat
     flags = ("--calibration-samples", 2, "--boundary-tokens", 4)
     assert _exit("--model", tmp_path / "short", "--out", tmp_path / "out", *flags) == 0
     assert json.loads((tmp_path / "out" / "report.json").read_text())["verification"]["num_prompt_tokens"] == 16
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_of_fewer_positions_than_it_is_tried_with_is_one_line_and_exit_3(tmp_path, capsys, family):
+    """Times were taken of 1 + 16 tokens, exit 4; GPT-2, whose positions are a table, failed in a traceback."""
+    config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 16, "num_hidden_layers": 2})
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300, n_positions=16)
+    save_checkpoint(tmp_path / "short", tiny_model(config))
+    flags = ("--calibration-samples", 2, "--boundary-tokens", 4)
+    assert _exit("--model", tmp_path / "short", "--out", tmp_path / "out", *flags) == 3
+    assert "short: expected a model of at least 24 positions, found 16 (config); give" in _one_line(capsys)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
@@ -253,6 +269,42 @@ def test_where_damage_decides_windows_that_hide_it_are_refused_before_any_work(q
         UsageError, match=r"--boundary-tokens \d+: expected some of the \d+ tokens .* found none; lower"
     ):
         quick_export(**{"boundary_tokens": 400, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"prune_layers": "99"}, UsageError, '--prune-layers "99": expected layers 0 to 4'),
+        ({"prune_layers": ""}, UsageError, '--prune-layers "": expected layers such as'),
+        ({"calibration": "none.json"}, UsageError, "--calibration none.json: cannot be read"),
+        ({"calibration": __file__}, ModelError, "expected JSON"),
+    ],
+)
+def test_layers_and_a_saved_calibration_are_checked_before_any_work(
+    quick_export, monkeypatch, settings, error, message
+):
+    monkeypatch.setattr(pipeline, "calibration_samples", lambda *_, **__: pytest.fail("read text first"))
+    with pytest.raises(error, match=message):
+        quick_export(**settings)
+
+
+def test_a_template_that_takes_no_plain_exchange_leaves_samples_to_raw_prompts(
+    quick_export, llama_folder, tmp_path, monkeypatch, caplog
+):
+    """It ended the export at its last stage, with nothing written."""
+    folder = shutil.copytree(llama_folder, tmp_path / "model")
+    template = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(template + CHAT_TEMPLATE)
+    bundle = quick_export(model=str(folder), prune_layers="1", curve=False, boundary_tokens=4)
+    assert len(bundle.report["samples"]) == 1  # the others are longer than the model
+    assert "no sample answers to chat prompts: chat template: expected messages it accepts" in caplog.text
+
+    def refuse(*_):
+        raise UsageError("prompt, token 3: expected an id of 0..299, found 300")
+
+    monkeypatch.setattr(pop_runtime.Model, "encode_prompt", refuse)
+    assert sample_answers(pop_runtime.load(bundle.folder, threads=1)) == []
+    assert "no sample answers to raw prompts: prompt, token 3" in caplog.text
 
 
 def test_where_layers_are_named_it_is_said_that_no_damage_was_measured(quick_export, capsys):

@@ -378,3 +378,8 @@ def test_a_vocabulary_of_whole_words_without_merges_is_refused(tmp_path):
     tokens[255] = "whole"
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", tokenizer={"ggml.tokens": tokens})
     refused(path, "tokenizer.ggml.merges: expected the merges")
+
+
+def test_a_chat_template_that_is_no_jinja_is_refused_by_its_key(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", tokenizer={"chat_template": "{% if %}"})
+    refused(path, r"m\.gguf: tokenizer\.chat_template: expected a Jinja template, found .*; mend or remove")

@@ -248,3 +248,11 @@ def test_windows_are_batched_by_length_and_never_padded():
 
 def test_linear_modules_are_those_inside_the_layers():
     assert not any("lm_head" in name for name in linear_modules(tiny_model()))
+
+
+@pytest.mark.parametrize("family", ["llama", "bias"])
+def test_where_no_window_outlasts_the_sink_nothing_is_fitted(family):
+    model = tiny_model(CONFIGS[family]())
+    found = fitted(model, skipped=(1, 2), sink_tokens=600)
+    assert found.records and not any(record.kept for record in found.records)
+    assert not found.plan.weights and not found.plan.surrogates

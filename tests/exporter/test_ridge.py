@@ -81,3 +81,18 @@ def test_the_ridge_that_does_best_on_text_kept_aside_is_taken():
 def test_sums_that_are_not_finite_are_refused():
     with pytest.raises(ModelError, match=r"refit: expected finite sums .*--no-refit"):
         ridge_change(np.full((2, 2), np.inf), np.zeros((2, 1)), 1e-3, False)
+
+
+@pytest.mark.parametrize("has_intercept", [False, True])
+def test_without_any_token_to_fit_on_nothing_is_changed(has_intercept):
+    """With --sink-tokens beyond every window of text an intercept made the sums singular: LinAlgError."""
+    empty = Moments(np.zeros((4, 4)), 3)
+    empty.add(np.zeros((0, 4)), np.zeros((0, 3)), np.zeros((0, 3)))
+    for held_out in (empty, moments_small(RNG.normal(size=(5, 4)), np.zeros((4, 3)), RNG.normal(size=(5, 3)))):
+        fitted = fit(empty, held_out, has_intercept)
+        assert not fitted.helps and fitted.change.shape == (4, 3) and not fitted.change.any()
+        assert fitted.held_out_after == held_out.relative_error()
+
+
+def test_features_that_are_0_throughout_change_nothing():
+    assert not ridge_change(np.zeros((3, 3)), np.zeros((3, 2)), 1e-4, False).any()

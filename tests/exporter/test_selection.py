@@ -11,7 +11,7 @@ from pop_export.graph.build import kv_layout
 from pop_export.plan_lab import PlanLab, Point, TrialSettings
 from pop_export.projections import find_kv_projections
 from pop_export.search import clearly_lower, search_order
-from pop_export.selection import choose_plan, fewest_reaching, most_within, price
+from pop_export.selection import check_plan, choose_plan, fewest_reaching, most_within, price
 from pop_runtime.errors import GateError, UsageError
 from pop_runtime.manifest import Windows
 from tests.exporter.test_refit import CONFIGS
@@ -160,6 +160,16 @@ def test_a_speed_budget_takes_the_fewest_layers_that_reach_it():
 def test_a_speed_budget_out_of_reach_names_what_can_be_reached():
     with pytest.raises(GateError, match=r"--target-speedup 3: .* at most 2\.00 x with 5 layers skipped; ask for 2\.00"):
         fewest_reaching(POINTS.__getitem__, 5, 3.0)
+
+
+@pytest.mark.parametrize("flag", ["--max-kl", "--target-speedup"])
+def test_a_budget_for_a_single_layer_says_that_there_is_none_to_skip(flag):
+    """It said that the least plan does inf nats per token, or reaches at most 0.00 x with 0 layers skipped."""
+    settings = {flag.removeprefix("--").replace("-", "_"): 1.1}
+    for ask in (lambda wish: check_plan(wish, 1), lambda wish: choose_plan(wish, None, (1.0,))):
+        with pytest.raises(UsageError, match=f"{flag}: expected a model that has a layer to skip, found one of a sing"):
+            ask(config(**settings, select="gates", curve=False))
+    assert check_plan(config(**settings), 2) is None and check_plan(config(), 1) is None
 
 
 def test_budgets_go_through_the_choice(lab):

@@ -120,6 +120,8 @@ def test_a_peer_takes_turns_in_a_process_of_its_own(bundle, tmp_path):
         (["--prompt-lengths", "0"], "--prompt-lengths: expected at least 1, found 0"),
         (["--prompt-lengths", "61", "--new-tokens", "4"], "--prompt-lengths: expected at most 60 tokens"),
         (["--repeat", "0"], "--repeat: expected at least 1, found 0"),
+        (["--threads", "0"], "--threads: expected at least 1, found 0"),
+        (["--threads", "100000"], "--threads: expected at most "),
         (["--prefill", "half"], "prefill: expected 'pop' or 'full', found 'half'"),
         (["--boundary-tokens", "0"], "boundary_tokens: expected at least 1"),
         (["--sink-tokens", "-1"], "sink_tokens: expected at least 0"),

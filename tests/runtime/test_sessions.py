@@ -24,7 +24,8 @@ from pop_runtime.errors import BackendError, ModelError, UsageError
 from pop_runtime.graph_check import check_graph
 from pop_runtime.kv_cache import allocate_cache
 from pop_runtime.manifest import KvLayer, read_manifest
-from pop_runtime.sessions import open_pair, visible_cores
+from pop_runtime.sessions import open_pair
+from pop_runtime.threads import THREADS_PER_CORE, check_threads, visible_cores
 from tests.runtime.tiny_bundle import make_bundle
 
 PROMPT = [5, 9, 200, 31]
@@ -66,6 +67,14 @@ def test_tokens_do_not_depend_on_the_number_of_threads(bundle: Path) -> None:
 def test_fewer_than_one_thread_is_refused(bundle: Path, threads: int) -> None:
     with pytest.raises(UsageError, match=f"threads: expected at least 1, found {threads}"):
         pop_runtime.load(bundle, threads=threads)
+
+
+def test_more_threads_than_the_machine_can_start_are_refused(bundle: Path) -> None:
+    most = THREADS_PER_CORE * visible_cores()
+    check_threads(most)
+    for threads in (most + 1, 100_000, 99_999_999_999):
+        with pytest.raises(UsageError, match=f"^threads: expected at most {most}, 16 .* found {threads}; lower it"):
+            pop_runtime.load(bundle, threads=threads)
 
 
 def test_a_process_on_one_core_says_nothing_and_uses_one_thread(bundle: Path) -> None:

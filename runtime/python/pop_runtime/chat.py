@@ -53,8 +53,13 @@ def special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def compile_template(source: str, place: str) -> jinja2.Template:
+def compile_template(source: str, place: str, next_step: str = "re-run pop-export") -> jinja2.Template:
     """Return the template, ready to render.
+
+    Args:
+        source: its text.
+        place: where that lies, for messages.
+        next_step: what mends it.
 
     Raises:
         ModelError: it is not a Jinja template.
@@ -67,8 +72,9 @@ def compile_template(source: str, place: str) -> jinja2.Template:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ModelError(f"{place}: expected a Jinja template, found {error}; re-run pop-export") from error
+    except Exception as error:  # not of jinja2 alone: Python compiles what it makes of a template
+        found = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{place}: expected a Jinja template, found {found}; {next_step}") from error
 
 
 def render_chat(

@@ -1,4 +1,4 @@
-"""Checks of numbers that callers give."""
+"""Checks of numbers that callers give, and how messages show what was found."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def check_least(name: str, value: object, least: int, why: str = "") -> None:
         raise UsageError(f"{name}: expected a whole number, found {value!r}; change it or leave it out")
     if int(value) < least:
         raise UsageError(f"{name}: expected at least {least}{why}, found {value}; raise it")
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: one line, at most 80 characters."""
+    text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    return text if len(text) <= 80 else text[:77] + "..."

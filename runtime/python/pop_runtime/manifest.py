@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from pop_runtime.checks import shown
 from pop_runtime.errors import ModelError
 
 FORMAT = "pop-bundle"
@@ -170,9 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ModelError(f"{path}: expected JSON, found {_one_line(error)}; re-run pop-export") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else content
-        raise ModelError(
-            f"{path}, format: expected {FORMAT!r}, found {_shown(found)}; give a folder made by pop-export"
-        )
+        raise ModelError(f"{path}, format: expected {FORMAT!r}, found {shown(found)}; give a folder made by pop-export")
     version = _decode(content.get("format_version"), int, f"{path}, format_version")
     if version > FORMAT_VERSION:
         raise ModelError(
@@ -233,7 +232,7 @@ def check_manifest(manifest: Manifest, place: str) -> None:
     )
     for holds, key, expected, found in rules:
         if not holds:
-            raise ModelError(f"{place}, {key}: expected {expected}, found {_shown(found)}; re-run pop-export")
+            raise ModelError(f"{place}, {key}: expected {expected}, found {shown(found)}; re-run pop-export")
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
@@ -256,7 +255,7 @@ def verify_entries(folder: Path, files: dict[str, FileEntry], maker: str) -> Non
         try:
             num_bytes = path.stat().st_size if path.is_file() else None
         except OSError as error:  # a name that no file can have
-            raise ModelError(f"{folder}, {_shown(name)}: expected a file, found {error.strerror}") from error
+            raise ModelError(f"{folder}, {shown(name)}: expected a file, found {error.strerror}") from error
         if num_bytes is None:
             raise ModelError(f"{path}: expected a file of {entry.bytes} bytes, found none; re-run {maker}")
         if num_bytes != entry.bytes:
@@ -314,14 +313,8 @@ def _decode_fields(value: dict[str, Any], kind: Any, place: str) -> Any:
 def _expect(value: Any, kind: type, expected: str, place: str) -> Any:
     """Return `value` if it is of a JSON type; a boolean is no integer."""
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ModelError(f"{place}: expected {expected}, found {_shown(value)}; re-run pop-export")
+        raise ModelError(f"{place}: expected {expected}, found {shown(value)}; re-run pop-export")
     return value
-
-
-def _shown(value: object) -> str:
-    """Return a value for a message: one line, at most 80 characters."""
-    text = " ".join((value if isinstance(value, str) else repr(value)).split())
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _one_line(error: BaseException) -> str:

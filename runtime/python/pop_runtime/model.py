@@ -52,7 +52,7 @@ def load(
         cuda_graphs: on provider "cuda", record a decode step once for each cache and replay it.
 
     Raises:
-        UsageError: fewer than one thread, an unknown provider, one that does not take the bundle's dialect or
+        UsageError: threads out of range, an unknown provider, one that does not take the bundle's dialect or
             `cuda_graphs`, or `low_memory` with an engine.
         ModelError: the folder is not a whole, unaltered bundle of a known format.
         BackendError: ONNX Runtime cannot load a graph, the provider or device is missing, or no engine fits.

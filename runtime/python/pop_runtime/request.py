@@ -103,6 +103,12 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"got an unexpected keyword argument {name!r}; known: {', '.join(Options.__annotations__)}")
 
 
+def check_generation_config(generation_config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a value of generation_config.json that every request would be refused for."""
+    settings_in_force(generation_config)
+    _stored_stop(generation_config)
+
+
 def make_request(
     defaults: Defaults, options: Options, ids: Sequence[int], num_past: int = 0, capacity: int | None = None
 ) -> Request:
@@ -175,10 +181,13 @@ def _stop(defaults: Defaults, options: Options) -> tuple[str, ...]:
         if strings and not defaults.has_tokenizer:
             raise UsageError("stop: expected a tokenizer to match text with, found none; end at ids instead")
         return strings
-    stored = defaults.generation_config.get("stop_strings")
-    if stored is None or not defaults.has_tokenizer:
-        return ()
-    return _strings(stored, "generation_config.json, stop_strings", ModelError)
+    return _stored_stop(defaults.generation_config) if defaults.has_tokenizer else ()
+
+
+def _stored_stop(generation_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stop strings of generation_config.json."""
+    stored = generation_config.get("stop_strings")
+    return () if stored is None else _strings(stored, "generation_config.json, stop_strings", ModelError)
 
 
 def _strings(value: object, place: str, error: type[PopError]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +11,6 @@ from pathlib import Path
 from threading import Lock
 
 from pop_runtime.chain import ChainedSession, Link
-from pop_runtime.checks import check_least
 from pop_runtime.device_weights import upload_shared
 from pop_runtime.engine import Engine, find_engine
 from pop_runtime.errors import BackendError, ModelError, UsageError
@@ -20,6 +18,7 @@ from pop_runtime.graph_check import check_graph, check_hidden_states
 from pop_runtime.manifest import Manifest, Segment
 from pop_runtime.open_provider import nodes_by_provider, onnxruntime, open_on, require_provider
 from pop_runtime.providers import CPU, HOST, Place, Target, shape_profiles
+from pop_runtime.threads import check_threads, visible_cores
 
 # Settings of each session. Each has its own threads, which spin for work while idle unless told not to.
 # - Segments run one after another, dozens of times a second: threads spin while their segment runs and stop with it, or
@@ -35,7 +34,6 @@ SEGMENT_ENTRIES = {"session.force_spinning_stop": "1", "session.intra_op.spin_du
 PREFILL_ENTRIES = {"session.intra_op.allow_spinning": "0"}
 DECODE_ENTRIES = {"session.intra_op.allow_spinning": "1"}
 UNPACKED = {"session.disable_prepacking": "1"}
-MOST_THREADS = 2**31 - 1  # ONNX Runtime takes an int32
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,6 @@ class SessionPair:
     nodes_by_provider: dict[str, dict[str, int]] = field(default_factory=dict)  # by graph
     sharing: str = "nothing"  # which weights both hold once, for people
     weights: tuple[onnxruntime.OrtValue, ...] = ()  # on a device, of both sessions: they have to live as long
-
-
-def visible_cores() -> int:
-    """Return how many cores this process may run on: a container or `taskset` can leave it fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def open_pair(
@@ -81,14 +72,11 @@ def open_pair(
         engine: what `pop-compile` made for it, in place of the bundle's graphs.
 
     Raises:
-        UsageError: fewer than one thread, or `low_memory` with an engine.
+        UsageError: a number of threads out of range, or `low_memory` with an engine.
         ModelError: a graph is missing, or its inputs and outputs are not those of the manifest.
         BackendError: ONNX Runtime cannot load a graph, or not on the target alone.
     """
-    if threads is not None:
-        check_least("threads", threads, 1)
-        if threads > MOST_THREADS:
-            raise UsageError(f"threads: expected at most {MOST_THREADS}, found {threads}; leave it out")
+    check_threads(threads)
     if low_memory and engine is not None:
         raise UsageError("low_memory: expected no engine, found one, which runs as it was built; leave one out")
     count = threads or visible_cores()

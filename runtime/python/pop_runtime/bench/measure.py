@@ -24,8 +24,9 @@ from pop_runtime.open_provider import require_provider
 from pop_runtime.prompt_work import PromptWork, speedup_limit
 from pop_runtime.providers import CPU, Target
 from pop_runtime.sequence import check_prefill, windows_in_force
-from pop_runtime.sessions import require_dialect, visible_cores
+from pop_runtime.sessions import require_dialect
 from pop_runtime.text import encode, open_tokenizer
+from pop_runtime.threads import check_threads, visible_cores
 
 MEMORY_TOKENS = 128  # prompt after which memory is read
 OURS = "pop-export"  # worker of the bundle
@@ -62,9 +63,10 @@ class Settings:
         self.windows(manifest)
         if self.low_memory and (self.compiled or self.target.provider.needs_engine):
             raise UsageError("--low-memory: expected no engine, found one, which runs as it was built; leave it out")
-        counts = {"--new-tokens": self.num_new, "--repeat": self.num_rounds, "--threads": self.threads}
+        check_threads(self.threads, "--threads")
+        counts = {"--new-tokens": self.num_new, "--repeat": self.num_rounds}
         for flag, count in (*counts.items(), *(("--prompt-lengths", length) for length in self.prompt_lengths)):
-            if count is not None and count < 1:
+            if count < 1:
                 raise UsageError(f"{flag}: expected at least 1, found {count}")
         if self.clock == "cpu" and self.threads != 1:
             raise UsageError("--clock cpu: expected --threads 1, since the time of all threads is counted; add it")

@@ -20,14 +20,9 @@ from pop_runtime.manifest import Manifest, describe_files
 from pop_runtime.open_provider import nodes_by_provider, open_on
 from pop_runtime.providers import CAPACITY, Shapes, Target, shape_profiles
 from pop_runtime.sequence import Sequence
-from pop_runtime.sessions import (
-    backend_error,
-    open_pair,
-    require_dialect,
-    session_options,
-    visible_cores,
-)
+from pop_runtime.sessions import backend_error, open_pair, require_dialect, session_options
 from pop_runtime.staging import staged_folder
+from pop_runtime.threads import visible_cores
 
 LOG = "build.log"
 HEARTBEAT_S = 15.0
