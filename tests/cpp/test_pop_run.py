@@ -257,6 +257,15 @@ def test_too_few_threads_are_refused(bundle: Path) -> None:
     assert done.returncode == 2 and "threads: expected at least 1, found 0" in done.stderr
 
 
+def test_more_threads_than_the_machine_can_start_are_refused_as_in_python(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(bundle), "--ids", "5", "--json", "--threads", "100000"]
+    done = subprocess.run([PROGRAM, *flags], capture_output=True, text=True)
+    assert done.returncode == cli.main(flags) == errors.UsageError.exit_code
+    assert done.stderr.removeprefix("pop_run") == capsys.readouterr().err.removeprefix("pop-run")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

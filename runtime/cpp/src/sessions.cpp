@@ -14,6 +14,8 @@ namespace pop::internal {
 
 namespace {
 
+constexpr int threads_per_core = 16;  // the most that may be asked for, as in `pop_runtime.threads`
+
 // When the threads of a session spin for work instead of waiting to be woken.
 enum class Spin { never, during_runs, always };
 
@@ -128,6 +130,13 @@ SessionPair open_pair(const std::filesystem::path& folder, const Manifest& manif
     if (options.threads && *options.threads < 1) {
         throw UsageError(message("threads", "at least 1", std::to_string(*options.threads),
                                  "leave it out to use the visible cores"));
+    }
+    const auto most = threads_per_core * visible_cores();
+    if (options.threads && *options.threads > most) {
+        throw UsageError(message(
+            "threads",
+            "at most " + std::to_string(most) + ", " + std::to_string(threads_per_core) + " for each visible core",
+            std::to_string(*options.threads), "lower it or leave it out"));
     }
     const auto threads = options.threads.value_or(visible_cores());
     const bool leaves_unpacked = options.low_memory && !is_quantized(manifest);

@@ -15,7 +15,7 @@
 namespace pop {
 
 struct LoadOptions {
-    std::optional<int> threads;  // of each session; none takes the cores this process may run on
+    std::optional<int> threads;  // of each session, at most 16 per core; none takes the cores this process may run on
     bool verify = true;          // compare the sha256 of every file with the manifest
     bool low_memory = false;     // leave weights that are not quantised as they lie in the file, for slower steps
     std::string ep = "cpu";      // execution provider, as for `pop-run`; all but the CPU's are refused
