@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pop_export.gguf_file import load_gguf
-from pop_export.hf_folder import load_folder, read_json, refuse_non_checkpoint
+from pop_export.hf_folder import load_folder, read_config, read_json, refuse_non_checkpoint
 from pop_export.locate import Location, locate
 from pop_export.quiet import first_line
 from pop_export.tokenizer_files import (
@@ -76,7 +76,7 @@ def _load_folder(place: Location, *, trust_remote_code: bool, allow_pickle: bool
     """Return the checkpoint in a Hugging Face folder."""
     folder = place.path
     refuse_non_checkpoint(folder)
-    config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+    config, generation = read_config(folder), read_json(folder / "generation_config.json")
     model, files = load_folder(folder, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     check_generation_settings(folder, model)

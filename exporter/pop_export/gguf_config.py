@@ -7,8 +7,10 @@ something out, the value is the one llama.cpp computes with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import (
 )
 
 from pop_export.quiet import first_line
+from pop_runtime.checks import is_within, shown
 from pop_runtime.errors import ModelError
 
 Refuse = Callable[[str, str], ModelError]  # (key without prefix, what is wrong) -> the error to raise
@@ -39,6 +42,12 @@ _KEYS = {
 }
 _NEEDED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
            "attention.layer_norm_rms_epsilon")  # fmt: skip
+_WHOLE = {*_KEYS, "attention.sliding_window"} - {"attention.layer_norm_rms_epsilon"}  # numbers that count something
+_REAL = {
+    "attention.layer_norm_rms_epsilon", "attention.scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "rope.freq_base", "rope.freq_base_swa", "rope.scale_linear", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -98,13 +107,13 @@ def family_of(path: Path, metadata: dict[str, Any]) -> tuple[str, GgufFamily]:
         ModelError: the architecture is not one of FAMILIES, or the file is one part of several.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ModelError(
-            f"{path}: GGUF architecture {architecture} is not supported (supported: {', '.join(FAMILIES)}); "
+            f"{path}: GGUF architecture {shown(architecture)} is not supported (supported: {', '.join(FAMILIES)}); "
             "give the safetensors checkpoint instead"
         )
-    if metadata.get("split.count", 1) > 1:
-        raise ModelError(f"{path}: this is one of {metadata['split.count']} GGUF files; merge them with gguf-split")
+    if (count := metadata.get("split.count", 1)) not in (0, 1):
+        raise ModelError(f"{path}: this is one of {shown(count)} GGUF files; merge them with gguf-split")
     return architecture, FAMILIES[architecture]
 
 
@@ -127,6 +136,25 @@ def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, tensors:
     def refuse(key: str, text: str) -> ModelError:
         return ModelError(f"{path}: {prefix}{key}: {text}; give the safetensors checkpoint instead")
 
+    _check_types(left, refuse)
+    try:
+        return _config(architecture, family, metadata, left, refuse, num_rows, tensors)
+    except ModelError:
+        raise
+    except Exception as error:  # odd numbers, and the config classes check their fields with errors of their own
+        raise ModelError(f"{path}: the metadata makes no {architecture} model: {first_line(error)}") from error
+
+
+def _config(
+    architecture: str,
+    family: GgufFamily,
+    metadata: dict[str, Any],
+    left: dict[str, Any],
+    refuse: Refuse,
+    num_rows: int,
+    tensors: set[str],
+) -> PreTrainedConfig:
+    """Return the config; `left` holds the architecture's keys without prefix, of which none may be left."""
     fields = _shape({**_KEYS, **family.keys}, left, refuse)
     if fields.setdefault("vocab_size", num_rows) != num_rows:
         raise refuse("vocab_size", f"expected {num_rows} (rows of token_embd.weight), found {fields['vocab_size']}")
@@ -140,10 +168,17 @@ def gguf_config(path: Path, metadata: dict[str, Any], *, num_rows: int, tensors:
     for key, value in left.items():
         if key not in unused and not _is_neutral(key, value):
             raise refuse(key, f"this setting ({str(value)[:40]}) is not supported")
-    try:
-        return family.config(**fields)
-    except Exception as error:  # the config classes check their fields, with errors of their own
-        raise ModelError(f"{path}: the metadata makes no {architecture} model: {first_line(error)}") from error
+    return family.config(**fields)
+
+
+def _check_types(left: dict[str, Any], refuse: Refuse) -> None:
+    """Raise the error of the first key whose value is not the number that it should be; lists have one of their own."""
+    for key, value in left.items():
+        if key in _WHOLE and not isinstance(value, list) and not is_within(value, 1, 2**31 - 1):
+            raise refuse(key, f"expected a whole number above 0, found {shown(value)}")
+        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        if key in _REAL and not is_number:
+            raise refuse(key, f"expected a number, found {shown(value)}")
 
 
 def _shape(names: dict[str, str], left: dict[str, Any], refuse: Refuse) -> dict[str, Any]:

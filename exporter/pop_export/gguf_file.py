@@ -48,8 +48,14 @@ def load_gguf(path: Path) -> GgufCheckpoint:
         del weights["lm_head.weight"]  # some converters store a tied head twice
     tensors = set(file.tensors) if "lm_head.weight" in weights else set(file.tensors) - {"output.weight"}
     config = gguf_config(path, file.metadata, num_rows=len(embedding), tensors=tensors)
+    num_blocks = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+    if config.num_hidden_layers > num_blocks:  # a model of so many layers may take hours to build, only to be refused
+        raise ModelError(
+            f"{path}: {architecture}.block_count: expected {num_blocks} (blk.*), found {config.num_hidden_layers}; "
+            "fetch it again"
+        )
     if family.permuted:
-        _unpermute(weights, config.num_attention_heads, config.num_key_value_heads)
+        _unpermute(path, weights, config.num_attention_heads, config.num_key_value_heads)
     try:
         with quiet_transformers():
             model, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
@@ -68,13 +74,14 @@ def load_gguf(path: Path) -> GgufCheckpoint:
         raise ModelError(f"{path}: tensors without a place in the model: {first_names(report['unexpected_keys'])}")
     if _ROPE_FREQS in file.tensors:
         _apply_rope_freqs(path, model, file.array(_ROPE_FREQS))
+    license_name = file.metadata.get("general.license")
     ids = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("bos", "pad")}
     eos = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return GgufCheckpoint(
         model=model,
         tokenizer=gguf_tokenizer(path, architecture, file.metadata),
         token_ids={**ids, "eos_token_id": [token for token in eos if token is not None]},
-        license=file.metadata.get("general.license"),
+        license=license_name if isinstance(license_name, str) else None,
     )
 
 
@@ -111,11 +118,20 @@ def _target_name(name: str, family: GgufFamily) -> str | None:
     return f"model.layers.{block}.{family.block_names[leaf]}.{kind}"
 
 
-def _unpermute(weights: dict[str, torch.Tensor], num_heads: int, num_kv_heads: int) -> None:
-    """Put the rows of Q and K back as Hugging Face has them: half and half, where llama.cpp's rope pairs neighbours."""
+def _unpermute(path: Path, weights: dict[str, torch.Tensor], num_heads: int, num_kv_heads: int) -> None:
+    """Put the rows of Q and K back as Hugging Face has them: half and half, where llama.cpp's rope pairs neighbours.
+
+    Raises:
+        ModelError: the rows are not pairs for each head (names the tensor).
+    """
     for name, values in weights.items():
         heads = num_heads if ".q_proj." in name else num_kv_heads if ".k_proj." in name else 0
         if heads:
+            if values.shape[0] % (2 * heads):
+                raise ModelError(
+                    f"{path}: {name}: expected rows in pairs for each of {heads} heads, found {values.shape[0]}; "
+                    "give the safetensors checkpoint instead"
+                )
             pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
             weights[name] = pairs.transpose(1, 2).reshape(values.shape).contiguous()
 

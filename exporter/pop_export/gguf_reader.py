@@ -44,7 +44,11 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
     def array(self, name: str) -> np.ndarray:
-        """Return a tensor de-quantised, float32."""
+        """Return a tensor de-quantised, float32.
+
+        Raises:
+            ModelError: the gguf package has no code for its storage type.
+        """
         tensor = self.tensors[name]
         raw = np.fromfile(self.path, np.uint8, count=tensor.num_bytes, offset=tensor.start)
         if tensor.kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
@@ -52,7 +56,13 @@ class GgufFile:
             return raw.view(dtype).astype(np.float32, copy=False).reshape(tensor.shape)
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         rows = raw.reshape(*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
-        return dequantize(rows, tensor.kind).astype(np.float32, copy=False).reshape(tensor.shape)
+        try:
+            return dequantize(rows, tensor.kind).astype(np.float32, copy=False).reshape(tensor.shape)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.path}: tensor {name}: expected a storage type that the gguf package turns into numbers, found "
+                f"{tensor.kind.name}; give the safetensors checkpoint instead"
+            ) from error
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -64,7 +74,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, _Cursor(data))
-    except (struct.error, ValueError, KeyError) as error:  # what walking over damaged bytes ends in
+    except (struct.error, ValueError, KeyError, RecursionError) as error:  # what walking over damaged bytes ends in
         raise ModelError(f"{path}: the GGUF file is damaged or cut short: {error}") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
@@ -120,6 +130,11 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     tensors = {}
     for name, shape, kind, offset in table:
         block, block_bytes = GGML_QUANT_SIZES[kind]
+        if not shape or shape[-1] % block:
+            found = f"{shape[-1]}" if shape else "no dimension"
+            raise ModelError(
+                f"{path}: tensor {name}: expected rows of a multiple of {block} numbers ({kind.name}), found {found}"
+            )
         tensor = GgufTensor(name, shape, kind, base + offset, prod(shape) // block * block_bytes)
         if tensor.start + tensor.num_bytes > len(cursor.data):
             raise ModelError(f"{path}: the GGUF file is cut short: {name} goes beyond its end; fetch it again")

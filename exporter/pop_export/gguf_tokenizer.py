@@ -13,6 +13,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from pop_export.quiet import first_line
 from pop_export.tokenizer_files import check_template
+from pop_runtime.checks import is_within, shown
 from pop_runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
@@ -44,21 +45,32 @@ def gguf_tokenizer(path: Path, architecture: str, metadata: dict[str, Any]) -> P
         ModelError: the file holds no tokenizer, one of a kind that is not supported (names the key), or a chat template
             that is none.
     """
+    try:
+        return _tokenizer(path, architecture, metadata)
+    except ModelError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise any type for odd entries
+        raise ModelError(f"{path}: tokenizer.ggml.*: the tokenizer cannot be built: {first_line(error)}") from error
+
+
+def _tokenizer(path: Path, architecture: str, metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer, or raise whatever its parts raise."""
     prefix = "tokenizer.ggml."
     fields = {name: metadata[prefix + key] for key, name in _FIELDS.items() if prefix + key in metadata}
     kind, tokens = fields.get("tokenizer_type"), fields.get("tokens")
     if kind not in ("gpt2", "llama") or not tokens:
         raise ModelError(f"{path}: {prefix}model: expected a tokenizer of kind gpt2 or llama, found {kind}")
+    for key in ("tokens", "merges"):
+        texts = fields.get(key, [])
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ModelError(f"{path}: {prefix}{key}: expected a list of texts, found {shown(texts)}; fetch it again")
     special: dict[str, str] = {}
     for name, key in _SPECIAL.items():
-        if (token_id := metadata.get(prefix + key)) is not None and 0 <= token_id < len(tokens):
+        if is_within(token_id := metadata.get(prefix + key), 0, len(tokens) - 1):
             special[name] = tokens[token_id]
-    try:
-        if kind == "gpt2" and "merges" not in fields and "scores" not in fields:
-            fields["merges"] = _no_merges(path, fields)
-        backend, _ = convert_gguf_tokenizer(architecture, fields)
-    except (KeyError, ValueError) as error:
-        raise ModelError(f"{path}: {prefix}*: the tokenizer cannot be built: {first_line(error)}") from error
+    if kind == "gpt2" and "merges" not in fields and "scores" not in fields:
+        fields["merges"] = _no_merges(path, fields)
+    backend, _ = convert_gguf_tokenizer(architecture, fields)
     if kind == "gpt2":
         _set_split(path, backend, fields.get("pre_tokenizer_type"))
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, **special)

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pop_export import multimodal
 from pop_export.quiet import first_line, quiet_transformers
+from pop_runtime.checks import shown
 from pop_runtime.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
@@ -21,6 +22,14 @@ _CAUSAL_CLASSES = {
     for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     for name in ([entry] if isinstance(entry, str) else entry)
     if not name.endswith("ForConditionalGeneration")
+}
+# What decides how a folder is loaded, by the type that transformers writes:
+_CONFIG_TYPES = {
+    "model_type": (str, "text"),
+    "architectures": (list, "a list of names"),
+    "text_config": (dict, "an object"),
+    "quantization_config": (dict, "an object"),
+    "compression_config": (dict, "an object"),
 }
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -35,11 +44,33 @@ def read_json(file: Path) -> dict[str, Any]:
         if not file.is_file():
             return {}
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:  # JSONDecodeError and UnicodeDecodeError; a file that may not be read
+    except (ValueError, OSError, RecursionError) as error:  # no JSON or UTF-8; not to be read; nested too deep
         raise ModelError(f"{file}: expected JSON, found: {first_line(error)}; repair or remove the file") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the object in config.json, in which what decides how the folder is loaded is of its type or left out.
+
+    Raises:
+        ModelError: as `read_json`, or an entry is of another type (names it).
+    """
+    file = folder / "config.json"
+    config = read_json(file)
+    _check_types(config, str(file))
+    _check_types(config.get("text_config") or {}, f"{file}, text_config")
+    return config
+
+
+def _check_types(config: dict[str, Any], place: str) -> None:
+    """Raise ModelError for the first entry of another type than `_CONFIG_TYPES` says."""
+    for name, (kind, expected) in _CONFIG_TYPES.items():
+        value = config.get(name)
+        is_wrong = value is not None and not isinstance(value, kind)
+        if is_wrong or (name == "architectures" and not all(isinstance(entry, str) for entry in value or ())):
+            raise ModelError(f"{place}, {name}: expected {expected}, found {shown(value)}; fetch the checkpoint again")
 
 
 def load_folder(folder: Path, *, trust_remote_code: bool, allow_pickle: bool) -> tuple[PreTrainedModel, list[Path]]:
@@ -51,7 +82,7 @@ def load_folder(folder: Path, *, trust_remote_code: bool, allow_pickle: bool) ->
         ModelError: the folder is no checkpoint, is not a decoder, wants code or pickle that was not allowed, is
             pre-quantised, or its weights are missing, damaged or incomplete.
     """
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     refuse_non_checkpoint(folder)
     refuse_remote_code(folder, config, trust_remote_code)
     refuse_quantized(folder, config)
@@ -143,8 +174,13 @@ def weight_files(folder: Path, *, allow_pickle: bool) -> list[Path]:
             return [whole]
         if index.is_file():
             weight_map = read_json(index).get("weight_map") or {}
+            if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+                raise ModelError(
+                    f"{index}, weight_map: expected names of files by tensor, found {shown(weight_map)}; "
+                    "fetch the checkpoint again"
+                )
             shards = [folder / name for name in sorted(set(weight_map.values()))]
-            missing = [shard.name for shard in shards if not shard.is_file()]
+            missing = [shown(shard.name) for shard in shards if not _is_file(shard)]
             if missing or not shards:
                 found = f"{', '.join(missing[:3])} missing" if missing else "an empty weight_map"
                 raise ModelError(f"{index}: expected {len(shards)} shards, found {found}; fetch the checkpoint again")
@@ -157,6 +193,14 @@ def weight_files(folder: Path, *, allow_pickle: bool) -> list[Path]:
         )
     found = f"{pickles[0]}, which transformers does not read" if pickles else "no weights"
     raise ModelError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found {found}")
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is such a file: there is none of a name that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _load_causal(folder: Path, *, trust_remote_code: bool, files: list[Path]) -> tuple[PreTrainedModel, dict[str, Any]]:

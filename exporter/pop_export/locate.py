@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pop_export.known_models import fetched, known_models
 from pop_export.quiet import first_line
+from pop_runtime.checks import shown
 from pop_runtime.errors import ModelError, UsageError
 
 # the files of a hub repository that an export may need; the weights of other frameworks are left out
@@ -37,13 +38,18 @@ def locate(
         UsageError: a revision of something that has none.
     """
     known = known_models()
-    if revision is not None and (model in known or Path(model).expanduser().exists()):
+    try:
+        path = Path(model).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # a name that no file can have; the home of nobody
+        found = getattr(error, "strerror", None) or first_line(error)
+        raise ModelError(f"{shown(model)}: expected a folder or a file, found: {found}; give another path") from error
+    if revision is not None and (model in known or exists):
         raise UsageError(f"--revision {revision}: expected a Hugging Face id with it, found {model}; leave it out")
     if model in known:
         entry = known[model]
         file = fetched(entry, offline=offline)
         return Location(file, entry.title, f"{entry.name} ({entry.revision})", entry.revision, entry.license)
-    path = Path(model).expanduser()
     if path.is_dir():
         name = path.resolve().name if path.name in ("", ".", "..") else path.name
         return Location(path, name, model, _snapshot_revision(path), None)

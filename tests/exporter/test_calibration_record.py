@@ -67,7 +67,7 @@ def test_a_missing_file_is_a_usage_error(tmp_path):
         read(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"\x80\x04pickle."])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"\x80\x04pickle.", b"[" * 100_000])
 def test_a_file_that_is_not_json_is_refused(path, content):
     path.write_bytes(content)
     with pytest.raises(ModelError, match=r"calibration.json: expected JSON, found something else"):

@@ -121,6 +121,13 @@ def test_offline_asks_the_hub_client_for_local_files_only(folder, monkeypatch):
     assert not {"*.py", "*.bin"} & set(asked["allow_patterns"])
 
 
+@pytest.mark.parametrize(
+    ("model", "found"), [("x" * 300, "File name too long"), ("~nobody of that name/m", "Could not determine home")]
+)
+def test_a_name_that_no_file_can_have_is_one_line(model, found):
+    refused(model, f"expected a folder or a file, found: {found}.*; give another path")
+
+
 # folders that are something else
 def test_a_folder_without_config_is_refused(tmp_path):
     refused(tmp_path, "expected config.json, found none")
@@ -174,6 +181,34 @@ def test_a_file_that_may_not_be_read_is_named(copy, name, monkeypatch):
 def test_json_that_is_no_object_is_refused(copy):
     (copy / "config.json").write_text("[]")
     refused(copy, "expected a JSON object, found list")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
+def test_json_that_python_cannot_hold_is_named_with_its_file(copy, name, content):
+    (copy / name).write_text(content)
+    refused(copy, rf"{name}: expected JSON, found")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": [1]}, r"config\.json, architectures: expected a list of names, found \[1\]"),
+        ({"architectures": {"a": 1}}, r"config\.json, architectures: expected a list of names"),
+        ({"architectures": "LlamaForCausalLM"}, r"architectures: expected a list of names, found LlamaForCausalLM"),
+        ({"model_type": ["llama"]}, r"config\.json, model_type: expected text, found \['llama'\]"),
+        ({"text_config": "x"}, r"config\.json, text_config: expected an object, found x"),
+        (
+            {"text_config": {"quantization_config": 1}},
+            r"config\.json, text_config, quantization_config: expected an ob",
+        ),
+        ({"quantization_config": "x"}, r"config\.json, quantization_config: expected an object, found x"),
+        ({"compression_config": [1]}, r"config\.json, compression_config: expected an object"),
+    ],
+)
+def test_an_entry_of_config_json_of_another_type_is_named(copy, changes, message):
+    edit_json(copy / "config.json", **changes)
+    refused(copy, message)
 
 
 def test_a_config_without_model_type_is_refused(copy):
@@ -304,6 +339,20 @@ def test_an_index_without_shards_is_refused(copy):
     (copy / "model.safetensors").unlink()
     (copy / "model.safetensors.index.json").write_text("{}")
     refused(copy, "an empty weight_map")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (["model.safetensors"], "weight_map: expected names of files by tensor, found "),
+        ({"model.norm.weight": 1}, "weight_map: expected names of files by tensor, found "),
+        ({"model.norm.weight": "x" * 300}, "expected 1 shards, found x+... missing"),
+    ],
+)
+def test_an_index_that_names_no_files_is_refused(copy, weight_map, message):
+    (copy / "model.safetensors").unlink()
+    edit_json(copy / "model.safetensors.index.json", weight_map=weight_map)
+    refused(copy, f"model.safetensors.index.json.*{message}")
 
 
 def test_weights_cut_by_one_byte_are_refused(copy):

@@ -230,9 +230,10 @@ def test_bytes_that_are_not_utf8_are_refused_with_their_place(tokenizer, tmp_pat
 
 
 def test_a_bad_json_line_is_refused_with_its_number(tokenizer, tmp_path):
-    path = write(tmp_path / "rows.jsonl", '{"text": "fine"}\n{"text": \n')
-    with pytest.raises(UsageError, match=r"rows\.jsonl:2: expected one JSON object, found bad JSON"):
-        samples(tokenizer, path)
+    for line in ('{"text": ', "[" * 100_000, '{"text": ' + "1" * 5000 + "}"):  # the last two are no JSONDecodeError
+        path = write(tmp_path / "rows.jsonl", f'{{"text": "fine"}}\n{line}\n')
+        with pytest.raises(UsageError, match=r"rows\.jsonl:2: expected one JSON object, found bad JSON"):
+            samples(tokenizer, path)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +272,19 @@ def test_conversations_without_a_chat_template_are_refused(tmp_path):
 def test_messages_that_do_not_fit_the_template_are_refused(tokenizer, tmp_path, messages):
     with pytest.raises(UsageError, match=r'chat\.jsonl:1: "messages" does not fit the chat template \(.+\)'):
         samples(tokenizer, jsonl(tmp_path / "chat.jsonl", {"messages": messages}))
+
+
+def test_a_template_that_fails_in_any_way_gives_one_line(tmp_path):
+    path = jsonl(tmp_path / "chat.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
+    with pytest.raises(
+        UsageError, match=r'chat\.jsonl:1: "messages" does not fit the chat template \(division by zero'
+    ):
+        samples(byte_tokenizer(chat_template="{{ 1 / (messages | length - 1) }}"), path)
+
+
+def test_a_source_of_a_name_that_no_file_can_have_is_one_line(tokenizer):
+    with pytest.raises(UsageError, match="no such file, and a Hugging Face data set cannot be fetched with --offline"):
+        samples(tokenizer, "x" * 300, offline=True)
 
 
 def test_too_little_text_for_one_sample_is_refused(tokenizer, tmp_path):

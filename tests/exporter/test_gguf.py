@@ -383,3 +383,79 @@ def test_a_vocabulary_of_whole_words_without_merges_is_refused(tmp_path):
 def test_a_chat_template_that_is_no_jinja_is_refused_by_its_key(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", tokenizer={"chat_template": "{% if %}"})
     refused(path, r"m\.gguf: tokenizer\.chat_template: expected a Jinja template, found .*; mend or remove")
+
+
+# entries of another type than a converter writes
+@pytest.mark.parametrize(
+    ("architecture", "extra", "message"),
+    [
+        (
+            "llama",
+            {"attention.head_count": "4"},
+            "llama.attention.head_count: expected a whole number above 0, found 4",
+        ),
+        ("llama", {"embedding_length": "wide"}, "llama.embedding_length: expected a whole number above 0, found wide"),
+        ("llama", {"attention.head_count_kv": 0}, "llama.attention.head_count_kv: expected a whole number above 0"),
+        ("llama", {"attention.key_length": 16.0}, "llama.attention.key_length: expected a whole number above 0"),
+        ("llama", {"rope.freq_base": "high"}, "llama.rope.freq_base: expected a number, found high"),
+        ("llama", {"rope.freq_base": float("nan")}, "llama.rope.freq_base: expected a number, found nan"),
+        ("llama", {"block_count": 2**31 - 1}, r"llama.block_count: expected 5 \(blk\.\*\), found 2147483647"),
+        ("gemma3", {"attention.scale": "small"}, "gemma3.attention.scale: expected a number, found small"),
+        ("gemma3", {"attention.scale": 0.0}, "the metadata makes no gemma3 model"),
+        ("gemma3", {"attention.sliding_window_pattern": "all"}, "the metadata makes no gemma3 model"),
+    ],
+)
+def test_metadata_of_another_type_is_refused_by_its_key(tmp_path, architecture, extra, message):
+    refused(write_gguf(tmp_path / "m.gguf", tiny(architecture), architecture, extra), message)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        ({"ggml.tokens": [1, 2, 3]}, r"tokenizer\.ggml\.tokens: expected a list of texts, found \[1, 2, 3\]"),
+        ({"ggml.merges": [1]}, r"tokenizer\.ggml\.merges: expected a list of texts, found \[1\]"),
+        ({"ggml.merges": ["a b", "zz yy q"]}, r"tokenizer\.ggml\.\*: the tokenizer cannot be built"),
+        ({"ggml.pre": [1]}, r"tokenizer\.ggml\."),
+        ({"chat_template": 5}, r"tokenizer\.chat_template: expected the text of a chat template, found 5"),
+    ],
+)
+def test_a_tokenizer_of_odd_entries_is_refused(tmp_path, tokenizer, message):
+    refused(write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", tokenizer=tokenizer), message)
+
+
+def test_a_special_token_that_is_no_id_is_not_used(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", tokenizer={"ggml.unknown_token_id": "<unk>"})
+    assert load_checkpoint(str(path)).tokenizer.unk_token is None
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F64", np.float64), ("I8", np.int8)])
+def test_a_storage_type_that_is_never_read_is_refused_with_its_tensor(tmp_path, kind, dtype):
+    name, stored = "blk.0.ffn_down.weight", (np.ones((64, 128), dtype), gguf.GGMLQuantizationType[kind])
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", None, {name: None}, None, {name: stored})
+    refused(path, f"tensor {name}: expected a storage type .* found {kind}; give the safetensors")
+
+
+def test_rows_that_are_not_whole_blocks_are_refused_with_their_tensor(tmp_path):
+    """The file says 60 numbers a row where Q8_0 stores blocks of 32."""
+    name, kind = "blk.0.ffn_down.weight", gguf.GGMLQuantizationType.Q8_0
+    stored = {name: (gguf.quants.quantize(np.ones((64, 128), np.float32), kind), kind)}
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", None, {name: None}, None, stored)
+    entry = name.encode() + struct.pack("<IQ", 2, 128)
+    data = path.read_bytes()
+    assert data.count(entry) == 1
+    path.write_bytes(data.replace(entry, name.encode() + struct.pack("<IQ", 2, 60)))
+    refused(path, rf"tensor {name}: expected rows of a multiple of 32 numbers \(Q8_0\), found 60")
+
+
+@pytest.mark.parametrize("num_rows", [63, 4, 60])
+def test_rows_that_do_not_divide_by_the_heads_are_refused_with_their_tensor(tmp_path, num_rows):
+    rows = {"blk.0.attn_q.weight": np.ones((num_rows, 64), np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", None, rows)
+    refused(path, f"q_proj.weight: expected rows in pairs for each of 4 heads, found {num_rows}; give")
+
+
+def test_arrays_within_arrays_without_end_are_refused(tmp_path):
+    nested = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
+    (tmp_path / "m.gguf").write_bytes(header + nested)
+    refused(tmp_path / "m.gguf", "damaged or cut short")

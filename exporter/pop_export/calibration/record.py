@@ -93,7 +93,7 @@ def read_calibration(path: Path, *, num_layers: int, model_sha256: str) -> Calib
         document = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"--calibration {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deep
         raise ModelError(f"{path}: expected JSON, found something else ({error}); calibrate again") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ModelError(f'{path}: expected "format": "{FORMAT}", found another kind of file; calibrate again')

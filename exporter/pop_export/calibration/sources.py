@@ -14,9 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from pop_export.quiet import first_line
+from pop_runtime.checks import shown
 from pop_runtime.errors import UsageError
 
 EXPECTED = "expected a .txt file, a .jsonl file or a Hugging Face data set id (id[@config][:split[:column]])"
@@ -114,8 +113,12 @@ def _docstrings(file: Path) -> str:
 
 def _looks_like_a_path(item: str) -> bool:
     """Tell a file of another kind from a data set id: `org/name`, or a name whose last part may hold `v1.5`."""
+    try:
+        exists = Path(item).exists()
+    except OSError:  # a name that no file can have
+        exists = False
     return (
-        Path(item).exists()
+        exists
         or item.startswith((".", "~", "/"))
         or item.count("/") > 1
         or re.fullmatch(r"\.[A-Za-z]\w*", Path(item).suffix) is not None
@@ -129,7 +132,7 @@ def _read_text(item: str) -> str:
     except FileNotFoundError as error:
         raise UsageError(f"--calibration-data {item}: no such file") from error
     except OSError as error:
-        raise UsageError(f"--calibration-data {item}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"--calibration-data {shown(item)}: cannot be read ({error.strerror})") from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -148,8 +151,9 @@ def _jsonl(item: str, tokenizer: Any) -> list[Text]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{item}:{number}: expected one JSON object, found bad JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:  # no JSON; too many digits; nested too deep
+            found = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+            raise UsageError(f"{item}:{number}: expected one JSON object, found bad JSON ({found})") from error
         texts.append(_row(row, f"{item}:{number}", tokenizer))
     return texts
 
@@ -182,8 +186,8 @@ def _conversation(messages: list[Any], place: str, tokenizer: Any) -> Text:
         )
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f'{place}: "messages" does not fit the chat template ({error})') from error
+    except Exception as error:  # a template may raise anything
+        raise UsageError(f'{place}: "messages" does not fit the chat template ({first_line(error)})') from error
     bos = tokenizer.bos_token
     begins = bool(bos) and rendered.startswith(bos)
     return Text(rendered.removeprefix(bos) if begins else rendered, with_bos=begins)
