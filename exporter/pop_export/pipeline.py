@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from pop_export import speed
 from pop_export.ablation import ablation_summary
 from pop_export.bundle import Bundle, check_space, check_target, save_graphs
 from pop_export.calibration.calibrate import calibrate
@@ -28,7 +27,7 @@ from pop_export.config import ExportConfig
 from pop_export.cost import prompt_work
 from pop_export.decoder import max_positions_of, num_layers_of
 from pop_export.genai_config import genai_config
-from pop_export.graph import attention_form
+from pop_export.graph.attention_form import NUM_TOKENS
 from pop_export.graph.build import build_decode_graph, kv_layout
 from pop_export.graph.cut import cut_prefill_graph
 from pop_export.graph.fuse import prepare_attention
@@ -44,6 +43,7 @@ from pop_export.report_html import write_html
 from pop_export.samples import sample_answers
 from pop_export.segmented import add_segments, segments_summary
 from pop_export.selection import Choice, check_plan, choose_plan
+from pop_export.speed import DECODE_STEPS, measure_speed
 from pop_export.verify import (
     NUM_STEPS,
     Check,
@@ -63,7 +63,7 @@ from pop_runtime.threads import visible_cores
 
 TOOLS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 NUM_HELD_OUT = 8  # windows of calibration text kept aside, to verify with
-MIN_POSITIONS = max(attention_form.NUM_TOKENS, speed.DECODE_STEPS + 1)  # of what a model is tried and timed with
+MIN_POSITIONS = max(NUM_TOKENS, DECODE_STEPS + 1)  # of what a model is tried and timed with
 
 
 @dataclass
@@ -148,7 +148,7 @@ def export(config: ExportConfig) -> Bundle:
             del whole
         with watch.stage("measure", "measuring speed and damage"):
             sessions = open_pair(folder, manifest, config.threads)
-            timed = speed.measure_speed(sessions, manifest)
+            speed = measure_speed(sessions, manifest)
             damage = None if original is None else precision_damage(sessions, manifest, original)
             if damage is not None and config.precision == "int8-dynamic":
                 require_small_damage(damage)
@@ -156,7 +156,7 @@ def export(config: ExportConfig) -> Bundle:
         with watch.stage("sample", "generating sample answers"):
             answers = sample_answers(Model(folder, manifest, sessions))
         report = build_report(
-            config, checkpoint, calibration, manifest, verification, last_layer, timed, damage, folder, watch.seconds
+            config, checkpoint, calibration, manifest, verification, last_layer, speed, damage, folder, watch.seconds
         )
         report |= measured | {
             "samples": answers,

@@ -15,7 +15,8 @@ from pop_export.quiet import first_line, quiet_transformers
 from pop_runtime.chat import compile_template
 from pop_runtime.checks import shown
 from pop_runtime.errors import ModelError
-from pop_runtime.request import check_generation_config
+from pop_runtime.sampling import settings_in_force
+from pop_runtime.stop_strings import stored_strings
 
 if TYPE_CHECKING:
     from pop_export.checkpoint import Checkpoint
@@ -77,8 +78,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
 
 def check_generation_settings(folder: Path, model: PreTrainedModel) -> None:
     """Raise ModelError, naming the checkpoint's file, for a setting that the runtime would refuse in every request."""
+    settings = _generation_settings(model)
     try:
-        check_generation_config(_generation_settings(model))
+        settings_in_force(settings)
+        stored_strings(settings)
     except ModelError as error:  # begins with the name of the bundle's file
         name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
         raise ModelError(f"{folder / name}{str(error).removeprefix('generation_config.json')}") from error

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from pop_runtime.checks import check_least
-from pop_runtime.errors import ModelError, PopError, UsageError
+from pop_runtime.errors import UsageError
 from pop_runtime.manifest import Manifest, Windows
 from pop_runtime.sampling import SamplingSettings, settings_in_force
 from pop_runtime.sequence import CHUNK_TOKENS, Prefill, check_prefill, windows_in_force
-from pop_runtime.text import check_text
+from pop_runtime.stop_strings import checked_strings, stored_strings
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -103,12 +103,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"got an unexpected keyword argument {name!r}; known: {', '.join(Options.__annotations__)}")
 
 
-def check_generation_config(generation_config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a value of generation_config.json that every request would be refused for."""
-    settings_in_force(generation_config)
-    _stored_stop(generation_config)
-
-
 def make_request(
     defaults: Defaults, options: Options, ids: Sequence[int], num_past: int = 0, capacity: int | None = None
 ) -> Request:
@@ -177,24 +171,8 @@ def _stop(defaults: Defaults, options: Options) -> tuple[str, ...]:
     """Return the stop strings in force; those of generation_config.json need a tokenizer to have any effect."""
     given = options.get("stop")
     if given is not None:
-        strings = _strings(given, "stop", UsageError)
+        strings = checked_strings(given, "stop", UsageError)
         if strings and not defaults.has_tokenizer:
             raise UsageError("stop: expected a tokenizer to match text with, found none; end at ids instead")
         return strings
-    return _stored_stop(defaults.generation_config) if defaults.has_tokenizer else ()
-
-
-def _stored_stop(generation_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings of generation_config.json."""
-    stored = generation_config.get("stop_strings")
-    return () if stored is None else _strings(stored, "generation_config.json, stop_strings", ModelError)
-
-
-def _strings(value: object, place: str, error: type[PopError]) -> tuple[str, ...]:
-    """Return one string or several as a tuple."""
-    strings: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
-    if not all(isinstance(string, str) and string for string in strings):
-        raise error(f"{place}: expected text that is not empty, found {value!r}; change it or leave it out")
-    for string in strings:
-        check_text(string, place, error)
-    return tuple(strings)
+    return stored_strings(defaults.generation_config) if defaults.has_tokenizer else ()

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from pop_runtime.text import Token
+from pop_runtime.errors import ModelError, PopError
+from pop_runtime.text import Token, check_text
+
+
+def stored_strings(generation_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stop strings of generation_config.json, none if it names none.
+
+    Raises:
+        ModelError: they are no text, or empty.
+    """
+    stored = generation_config.get("stop_strings")
+    return () if stored is None else checked_strings(stored, "generation_config.json, stop_strings", ModelError)
+
+
+def checked_strings(value: object, place: str, error: type[PopError]) -> tuple[str, ...]:
+    """Return one string or several as a tuple, or raise `error` for what ends no text."""
+    strings: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
+    if not all(isinstance(string, str) and string for string in strings):
+        raise error(f"{place}: expected text that is not empty, found {value!r}; change it or leave it out")
+    for string in strings:
+        check_text(string, place, error)
+    return tuple(strings)
 
 
 class StopStrings:
