@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pop_export.known_models import fetched, known_models
 from pop_export.quiet import first_line
-from pop_runtime.checks import shown
 from pop_runtime.errors import ModelError, UsageError
 
 # the files of a hub repository that an export may need; the weights of other frameworks are left out
@@ -43,7 +42,7 @@ def locate(
         exists = path.exists()
     except (OSError, RuntimeError) as error:  # a name that no file can have; the home of nobody
         found = getattr(error, "strerror", None) or first_line(error)
-        raise ModelError(f"{shown(model)}: expected a folder or a file, found: {found}; give another path") from error
+        raise ModelError(f"{model}: expected a folder or a file, found: {found}; give another path") from error
     if revision is not None and (model in known or exists):
         raise UsageError(f"--revision {revision}: expected a Hugging Face id with it, found {model}; leave it out")
     if model in known:

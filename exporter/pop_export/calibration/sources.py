@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pop_export.quiet import first_line
-from pop_runtime.checks import shown
 from pop_runtime.errors import UsageError
 
 EXPECTED = "expected a .txt file, a .jsonl file or a Hugging Face data set id (id[@config][:split[:column]])"
@@ -132,7 +131,7 @@ def _read_text(item: str) -> str:
     except FileNotFoundError as error:
         raise UsageError(f"--calibration-data {item}: no such file") from error
     except OSError as error:
-        raise UsageError(f"--calibration-data {shown(item)}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"--calibration-data {item}: cannot be read ({error.strerror})") from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
