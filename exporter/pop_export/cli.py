@@ -29,7 +29,8 @@ examples:
   pop-export --model ./m --out out/m --dialect standard --precision fp16           for TensorRT and other runtimes
   pop-export --model ./m --out out/m2 --calibration out/m/calibration.json --prune-layers none
 
-exit codes: 0 done, 2 usage, 3 model or bundle, 4 backend or device, 5 a parity or quality gate failed
+exit codes: 0 done, 1 stdout cannot be written, 2 usage, 3 model or bundle, 4 backend or
+device, 5 a parity or quality gate failed
 """
 
 

@@ -33,7 +33,7 @@ examples:
 A window is --context tokens of prompt and --continuation tokens of the same text, which both sides then predict one
 by one. Give text that the bundle was not calibrated on.
 
-exit codes: 0 done, 2 usage or data, 3 bundle or checkpoint, 4 ONNX Runtime, 130 interrupted
+exit codes: 0 done, 1 stdout cannot be written, 2 usage or data, 3 bundle or checkpoint, 4 ONNX Runtime, 130 interrupted
 """
 _INTEGERS = {
     "context": "prompt tokens of each window (default 384)",

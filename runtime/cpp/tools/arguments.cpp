@@ -16,7 +16,7 @@ constexpr const char* kExamples = R"(examples:
   pop_run out/smollm2 --ids 5,6,7 --stats                    time to first token, tokens per second, settings
   pop_run out/smollm2 --ids 5,6,7 --prefill full             the exact model, to compare with
 
-exit codes: 0 done, 2 usage, 3 bundle, 4 ONNX Runtime, 130 interrupted)";
+exit codes: 0 done, 1 stdout cannot be written, 2 usage, 3 bundle, 4 ONNX Runtime, 130 interrupted)";
 
 // Refuses the value of a flag.
 [[noreturn]] void refuse(const std::string& flag, const std::string& expected, const std::string& found) {

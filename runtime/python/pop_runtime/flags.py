@@ -24,7 +24,7 @@ examples:
   pop-run out/smollm2 --prompt "..." --logprobs 3 --json     how sure the model was, and what else it might have said
   pop-run out/smollm2 --ids 5,6,7 --json                     token ids in, one JSON object out; no tokenizer needed
 
-exit codes: 0 done, 2 usage, 3 bundle, 4 ONNX Runtime, 130 interrupted
+exit codes: 0 done, 1 stdout cannot be written, 2 usage, 3 bundle, 4 ONNX Runtime, 130 interrupted
 """
 
 

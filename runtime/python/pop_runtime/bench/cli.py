@@ -28,7 +28,7 @@ examples:
 A peer is given with what it loads; the package and, if it has none, the way to make its model are named when they are
 missing. Peers run on the CPU whatever --ep is. That all compute the same model is shown by their greedy answers.
 
-exit codes: 0 done, 2 usage, 3 bundle, 4 an engine that does not run
+exit codes: 0 done, 1 stdout cannot be written, 2 usage, 3 bundle, 4 an engine that does not run
 """
 
 

@@ -27,7 +27,8 @@ examples:
   pop-compile out/llama --ep tensorrt --precision fp16 --prompt-lengths 1,512,2048 --max-seq-len 4096
   pop-run out/llama --ep tensorrt --prompt "..."                    finds the engine by itself
 
-exit codes: 0 done, 2 usage, 3 bundle, 4 provider or device missing, or the build failed, 5 no finite numbers
+exit codes: 0 done, 1 stdout cannot be written, 2 usage, 3 bundle, 4 provider or device missing or
+the build failed, 5 no finite numbers
 """
 
 
