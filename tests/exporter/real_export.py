@@ -9,7 +9,7 @@ import torch
 from pop_export import ExportConfig
 from pop_export.bundle import Bundle
 from pop_export.pipeline import export
-from pop_runtime.sessions import visible_cores
+from pop_runtime.threads import visible_cores
 
 
 def export_briefly(model: str, out: Path, *, calibration_samples: int, fitting_samples: int) -> Bundle:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import precisions
-from benchmarks.precisions import measure, model_scores, row_config
+from benchmarks.precisions import foreign_figures, measure, model_scores, row_config
+from pop_export.bundle import save_graphs
 from pop_export.checkpoint import load_checkpoint
 
 
@@ -35,6 +36,14 @@ def test_fp32_is_the_checkpoint_and_fewer_bits_are_further_from_it(tiny, llama_d
     assert 0 < int8.kl_weights < int4.kl_weights
     assert 0 < int8.kl_run < int4.kl_run
     assert fp32.bytes_ratio > int8.bytes_ratio > int4.bytes_ratio
+
+
+def test_a_graph_of_another_builder_is_measured_as_ours(tiny, llama_decode, tmp_path):
+    checkpoint, windows, reference, _ = tiny
+    save_graphs(tmp_path, {"model.onnx": llama_decode.clone()}, "model.onnx.data")
+    kl_run, bytes_ratio = foreign_figures(checkpoint, tmp_path / "model.onnx", windows, reference, threads=1)
+    assert kl_run < 1e-6
+    assert bytes_ratio > 0.9
 
 
 def test_times_are_measured_on_request(tiny, llama_decode):

@@ -16,7 +16,8 @@ from pop_export.layer_plan import parse_layers
 from pop_export.reference import PrefillPlan
 from pop_export.verify import NUM_STEPS, prompt_length, verify
 from pop_runtime.manifest import Windows
-from pop_runtime.sessions import open_pair, visible_cores
+from pop_runtime.sessions import open_pair
+from pop_runtime.threads import visible_cores
 from tests.exporter.genai_pair import NUM_NEW, genai_tokens
 from tests.exporter.real_export import export_briefly
 

@@ -11,7 +11,7 @@ from benchmarks.precisions import CONTEXT_TOKENS, SCORED_TOKENS, Figures, measur
 from pop_export.calibration.corpus import Samples, calibration_samples
 from pop_export.checkpoint import Checkpoint, load_checkpoint
 from pop_export.graph.build import build_decode_graph, kv_layout
-from pop_runtime.sessions import visible_cores
+from pop_runtime.threads import visible_cores
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]  # fitting takes minutes
 MODEL = "smollm2-135m"

@@ -66,11 +66,13 @@ def scratch_folder(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        with _made_and_held(staging):
-            try:
-                yield staging
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+        held = _make_and_lock(staging)
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            if held is not None:
+                os.close(held)
     finally:
         for folder in made:
             with suppress(OSError):  # not empty, or never made
@@ -99,25 +101,18 @@ def _sibling(target: Path, what: str) -> Path:
     return target.parent / f".{target.name}.partial-{what}-{_RUN}"
 
 
-@contextmanager
-def _made_and_held(folder: Path) -> Iterator[None]:
-    """Make a folder, and lock it until the block ends, under whatever name it then has."""
-    folder.mkdir()
-    if fcntl is None:
-        yield
-        return
-    held = os.open(folder, os.O_RDONLY)
-    try:
+def _make_and_lock(folder: Path) -> int | None:
+    """Make a folder and return the descriptor that holds its lock, under whatever name it then has; None on Windows."""
+    while True:
+        folder.mkdir()
+        if fcntl is None:
+            return None
+        held = os.open(folder, os.O_RDONLY)
         with suppress(OSError):  # a file system without locks: nobody takes the folder for a left-over there
             fcntl.flock(held, fcntl.LOCK_EX)
-        is_there = folder.exists()
-        if is_there:
-            yield
-    finally:
-        os.close(held)
-    if not is_there:  # another run took it for a left-over before the lock was on it
-        with _made_and_held(folder):
-            yield
+        if folder.exists():
+            return held
+        os.close(held)  # another run took it for a left-over before the lock was on it
 
 
 def _remove_leftovers(target: Path) -> None:
